@@ -97,10 +97,8 @@ def make(folder: Path) -> None:
     torch.manual_seed(0)
     for kind in ("llama", "gpt2"):
         config = AutoConfig.for_model(kind, **SAME, num_labels=1, pad_token_id=PAD)
-        policy, classifier = (
-            AutoModelForCausalLM.from_config(config),
-            Classifier.from_config(config),
-        )
+        policy = AutoModelForCausalLM.from_config(config)
+        classifier = Classifier.from_config(config)
         saved = dict(classifier=classifier, policy=policy, reference=policy, moved=policy)
         for name, model in saved.items():
             for weight in model.parameters():
@@ -139,9 +137,11 @@ def sampler() -> Callable[[list[int]], list[int]]:
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters by the names that they have in a language model or classifier."""
-    found = {name.removeprefix("lm."): x for name, x in model.named_parameters()}
-    found = {name.replace("backbone.", "model."): x for name, x in found.items()}
-    return {"score.weight" if name == "head.weight" else name: x for name, x in found.items()}
+    found = {}
+    for name, weight in model.named_parameters():
+        name = name.removeprefix("lm.").replace("backbone.", "model.")
+        found["score.weight" if name == "head.weight" else name] = weight
+    return found
 
 
 def load(model: nn.Module, folder: Path) -> None:
@@ -265,16 +265,24 @@ def theirs(row: Row) -> Steps:
 
 def compare(row: Row, mine: Steps, other: Steps) -> dict[str, Any]:
     """A row of the table: losses of the last step, largest differences of all steps."""
-    pairs = [(x, y, name) for x, y in zip(mine, other, strict=True) for name in y if name != "loss"]
-    losses = [(x["loss"] - y["loss"]).abs().item() for x, y, _ in pairs]
-    largest = max(y[name].abs().max().item() for _, y, name in pairs)
-    difference = max((x[name] - y[name]).abs().max().item() for x, y, name in pairs)
-    found = dict(algorithm=row.name, script=" + ".join(row.script.split()), trainer=row.trainer)
+    loss_gap = largest = gradient_gap = 0.0
+    for here, there in zip(mine, other, strict=True):
+        for name, value in there.items():
+            gap = (here[name] - value).abs().max().item()
+            if name == "loss":
+                loss_gap = max(loss_gap, gap)
+            else:
+                gradient_gap = max(gradient_gap, gap)
+                largest = max(largest, value.abs().max().item())
+    found = {"algorithm": row.name, "script": row.script.replace(" ", " + ")}
+    found["trainer"] = row.trainer
     found["settings"] = ", ".join(f"{name}={value}" for name, value in row.settings.items())
-    numbers = dict(loss=mine[-1]["loss"].item(), TRL=other[-1]["loss"].item())
-    numbers |= {"loss difference": max(losses), "largest gradient": largest}
-    numbers["gradient difference"] = difference
-    return found | {name: f"{x:.6g}" for name, x in numbers.items()}
+    numbers = {"loss": mine[-1]["loss"].item(), "TRL": other[-1]["loss"].item()}
+    numbers |= {"loss difference": loss_gap, "largest gradient": largest}
+    numbers["gradient difference"] = gradient_gap
+    for name, number in numbers.items():
+        found[name] = f"{number:.6g}"
+    return found
 
 
 def main(out: Path) -> None:

@@ -75,11 +75,14 @@ def probe(*backends: str) -> dict[str, Any]:
     kernels = [getattr(SDPBackend, f"{name}_ATTENTION", SDPBackend.MATH) for name in backends]
     with sdpa_kernel(kernels, set_priority=True):
         attend(128)
-        pairs = [[attend(width)[0] for _ in range(2)] for width in (100, 150, 201, 233, 249)]
+        first, again = [], []
+        for width in (100, 150, 201, 233, 249):
+            first.append(attend(width)[0])
+            again.append(attend(width)[0])
         nans = [width for width in (64, 192, 320, 448, 704) if not attend(width)[1]]
-    first, second = (statistics.median(x) for x in zip(*pairs, strict=True))
-    text = f"{', '.join(chosen)}, cuDNN {torch.backends.cudnn.version()}, new shape {first:.3g} ms,"
-    return verdict(not nans, f"{text} again {second:.3g} ms, widths with NaN gradients: {nans}")
+    new, old = statistics.median(first), statistics.median(again)
+    text = f"{', '.join(chosen)}, cuDNN {torch.backends.cudnn.version()}, new shape {new:.3g} ms,"
+    return verdict(not nans, f"{text} again {old:.3g} ms, widths with NaN gradients: {nans}")
 
 
 def golden(times: float = 10.0) -> dict[str, Any]:
@@ -103,6 +106,11 @@ def golden(times: float = 10.0) -> dict[str, Any]:
     return verdict(code == 0, f"golden tests end with exit code {code}")
 
 
+def distance(x: torch.Tensor, y: torch.Tensor) -> float:
+    """The norm of the difference, relative to y's."""
+    return ((x - y).norm() / y.norm()).item()
+
+
 def unpadding(work: speed.Work, folder: Path) -> dict[str, Any]:
     """Errors of bf16 hidden states and gradients without padding, and of the padded call's.
 
@@ -115,7 +123,9 @@ def unpadding(work: speed.Work, folder: Path) -> dict[str, Any]:
     responses = torch.randint(words, (32, work.response_length))
     tokens = torch.cat([prompts.repeat_interleave(2, dim=0), responses], dim=1).to(device)
     with torch.no_grad():  # new models attend to all tokens alike
-        _ = [weight.mul_(4) for weight in lm.parameters() if weight.dim() > 1]
+        for weight in lm.parameters():
+            if weight.dim() > 1:
+                weight.mul_(4)
     mask = tokens != words
     inputs = tokens.masked_fill(~mask, 0), mask, mask.cumsum(dim=1) - mask.long()
     longest, found = lm.max_unpadded, []
@@ -128,12 +138,11 @@ def unpadding(work: speed.Work, folder: Path) -> dict[str, Any]:
         loss = (hidden * noise.to(device)).sum()
         gradients = torch.autograd.grad(loss, [*lm.parameters()])
         found.append((hidden.detach(), torch.cat([x.flatten() for x in gradients])))
-    right, *others = found
-    errors = [
-        [((x - y).norm() / y.norm()).item() for x, y in zip(other, right, strict=True)]
-        for other in others
-    ]
-    limits = [1.5 * x for x in errors[0]]
+    (right_hidden, right_gradient), *others = found
+    errors = []
+    for states, gradient in others:
+        errors.append((distance(states, right_hidden), distance(gradient, right_gradient)))
+    limits = 1.5 * errors[0][0], 1.5 * errors[0][1]
     good = longest > 0 and all(x < limits[0] and y < limits[1] for x, y in errors)
     names = "padded", "unpadded", "and prompts shared"
     text = [f"{name} {x:.2g}, {y:.2g}" for name, (x, y) in zip(names, errors, strict=True)]

@@ -89,16 +89,21 @@ def update(folder: Path, batch: int, response: int, prompt: int, rloo_k: int, mo
     prompts = batch // max(rloo_k, 1)
     texts = random_words(np.random.default_rng(0), prompts + 1, prompt)
     (folder / "queries.txt").write_text("\n".join(texts))
-    flags = dict(base_model="policy", reward_model="reward", query_dataset="queries.txt")
+    flags: dict[str, Any] = dict(base_model="policy", reward_model="reward")
+    flags |= dict(query_dataset="queries.txt")
     flags |= dict(query_length=prompt, response_length=response, truncate_token=None)
-    flags |= dict(batch_size=batch, eval_queries=1) | (dict(rloo_k=rloo_k) if rloo_k else {})
+    flags |= dict(batch_size=batch, eval_queries=1)
+    if rloo_k:
+        flags["rloo_k"] = rloo_k
     script = Path(__file__).parents[1] / ("rloo.py" if rloo_k else "ppo.py")
     seconds, tokens = [], batch * (prompt + response)
     more = min(max(2, MEASURED // tokens), 8)
     for updates in (1, 1 + more):
-        all_flags = flags | dict(total_episodes=updates * batch, output_dir=f"out{updates}")
-        words = [str(word) for name, x in all_flags.items() for word in (f"--{name}", x)]
-        cpu, peak, _ = measure([sys.executable, str(script), "--task", "sentiment", *words], folder)
+        words = [str(script), "--task", "sentiment"]
+        flags |= dict(total_episodes=updates * batch, output_dir=f"out{updates}")
+        for name, value in flags.items():
+            words += [f"--{name}", str(value)]
+        cpu, peak, _ = measure([sys.executable, *words], folder)
         seconds.append(cpu)
     cpu = (seconds[1] - seconds[0]) / more
     return {"cpu s": cpu, "tokens": tokens, "peak GB": peak}
@@ -108,15 +113,17 @@ def load(folder: Path, name: str, number: int) -> dict[str, float]:
     """CPU seconds and memory of reading texts of 16 tokens, or labels with two responses of 24."""
     write_model(folder, 1)
     rng = np.random.default_rng(0)
-    columns = dict(prompt=16) | (dict(chosen=24, rejected=24) if name == "labels" else {})
-    texts = [random_words(rng, number, length) for length in columns.values()]
+    columns = dict(prompt=16)
+    if name == "labels":
+        columns |= dict(chosen=24, rejected=24)
+    texts = {column: random_words(rng, number, length) for column, length in columns.items()}
     with open(folder / "data.jsonl", "w") as file:
-        for row in zip(*texts, strict=True):
-            file.write(json.dumps(dict(zip(columns, row, strict=True))) + "\n")
-    cpu, peak, text = measure([sys.executable, __file__, "load", name, str(number)], folder)
-    return {"cpu s": float(text.splitlines()[-1]), "tokens": number * sum(columns.values())} | {
-        "peak GB": peak
-    }
+        for i in range(number):
+            row = {column: values[i] for column, values in texts.items()}
+            file.write(json.dumps(row) + "\n")
+    _, peak, text = measure([sys.executable, __file__, "load", name, str(number)], folder)
+    cpu = float(text.splitlines()[-1])  # without importing
+    return {"cpu s": cpu, "tokens": number * sum(columns.values()), "peak GB": peak}
 
 
 def load_here(name: str, number: int) -> None:

@@ -11,6 +11,8 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from data.answers import gsm8k  # noqa: E402
@@ -27,14 +29,16 @@ def main(path: str) -> None:
     rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
     answers = [mark(row["ground_truth"]) for row in rows]
     questions = [row["question"] for row in rows]
+    models = [name for name in rows[0] if name not in ("question", "ground_truth")]
     judged = agree = 0
-    for name in [key for key in rows[0] if key not in ("question", "ground_truth")]:
+    for name in models:
         solutions = [mark(row[name]["solution"]) for row in rows]
-        rewards = gsm8k(questions, solutions, answers)
-        judgments = [row[name]["is_correct"] for row in rows]
-        same = [reward == judgment for reward, judgment in zip(rewards, judgments, strict=True)]
-        judged, agree = judged + len(same), agree + sum(same)
-        print(f"{name}: {sum(same)} of {len(same)} agree, {sum(judgments)} are right")
+        judgments = np.array([row[name]["is_correct"] for row in rows])
+        rewards = np.array(gsm8k(questions, solutions, answers))
+        same = int((rewards == judgments).sum())
+        judged += len(rows)
+        agree += same
+        print(f"{name}: {same} of {len(rows)} agree, {judgments.sum()} are right")
         print(accuracies(gsm8k, questions, solutions, answers))
     print(f"all: {agree} of {judged} judgments agree")
     right = sum(gsm8k(questions, answers, answers))

@@ -264,8 +264,11 @@ def write(path: Path, workload: str, table: dict[str, dict[str, Any]]) -> list[d
     shown = names.split(",")
     print(f"{workload:34}" + "".join(f"{name:>11}" for name in shown))
     for name, row in table.items():
-        cells = (f"{x:11.3g}" if isinstance(x, float) else f"{x:>11}" for x in map(row.get, shown))
-        print(f"{name:34}" + "".join(cells))
+        line = f"{name:34}"
+        for column in shown:
+            x = row[column]
+            line += f"{x:11.3g}" if isinstance(x, float) else f"{x:>11}"
+        print(line)
 
     # Imported late: the memory of this process counts in the peak of its children.
     from tools.curves import provenance
@@ -275,8 +278,11 @@ def write(path: Path, workload: str, table: dict[str, dict[str, Any]]) -> list[d
     old = list(csv.DictReader(path.read_text().splitlines())) if path.is_file() else []
     rows = [row for row in old if row["workload"] != workload]
     for name, row in table.items():
-        row = dict(workload=workload, contestant=name) | row | about
-        rows.append({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
+        cells = dict(workload=workload, contestant=name) | row | about
+        for column, x in cells.items():
+            if isinstance(x, float):
+                cells[column] = f"{x:.4g}"
+        rows.append(cells)
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, rows[-1])
         writer.writeheader()

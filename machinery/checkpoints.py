@@ -57,13 +57,8 @@ def take_tensors(x: Any, tensors: dict[str, Tensor], place: str = "") -> Any:
     return x
 
 
-def dump(x: Any, tensors: dict[str, Tensor]) -> str:
-    """JSON of nested dicts and lists; their tensors move into `tensors`."""
-    return json.dumps(take_tensors(x, tensors))
-
-
 def parse(text: str, tensors: dict[str, Tensor]) -> Any:
-    """What `dump` was given. Tuples are lists, keys such as "0" numbers (Adam's)."""
+    """What `take_tensors` was given. Tuples are lists, keys such as "0" numbers (Adam's)."""
 
     def restore(x: dict[str, Any]) -> Any:
         if "tensor" in x:
@@ -84,7 +79,7 @@ def save_checkpoint(folder: Path, step: int, model: nn.Module, optimizer: Any, s
         return
     tensors: dict[str, Tensor] = {}
     parts = {"step": step, "model": weights, "optimizer": optimizer_state, "state": state}
-    header = dump(parts, tensors)
+    header = json.dumps(take_tensors(parts, tensors))
     folder.mkdir(exist_ok=True)
     part = folder / "new.part"
     save_file(tensors, part, {"state": header})

@@ -11,7 +11,7 @@ import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import make_dataclass, replace
 from functools import cache
@@ -23,7 +23,6 @@ import torch.distributed as dist
 import tyro
 from pydantic import Field, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
-from tqdm import tqdm
 
 from data.tasks import TASKS, Task
 
@@ -70,7 +69,7 @@ class RunArgs:
     output_dir: str | None = None
     """folder for the weights; default: in the run; models/<task>/<script> links to it"""
     save_every: PositiveInt | None = None
-    """updates between checkpoints (a tenth of the run); SIGTERM, SIGUSR1, SIGHUP save one and end"""
+    """updates between checkpoints (a tenth of the run); SIGTERM, SIGUSR1, SIGHUP end with one"""
     resume: str | None = None
     """runs/<name>, a checkpoint, or `latest`; `auto`: --run_name, if it has begun"""
     track: bool = False
@@ -226,11 +225,6 @@ def say(message: str) -> None:
     """Print on the main process only."""
     if is_main():
         print(escape(message), flush=True)
-
-
-def show_progress(items: Iterable[Any], what: str) -> Iterable[Any]:
-    """`items` with a bar on the main process, which appears after ten seconds."""
-    return tqdm(items, what, disable=not is_main())
 
 
 say_once = cache(say)

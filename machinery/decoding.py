@@ -9,11 +9,14 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import compare_versions
 from torch import Tensor
+from tqdm import tqdm
 from transformers.cache_utils import StaticCache
 
-from machinery.cli import show_progress
+from machinery.cli import is_main
 from machinery.unpadding import compute_hidden
 
+# A model's argument for the cache, which counts its columns itself:
+CACHE = "cache" if compare_versions("transformers", ">=", "5.24") else "past_key_values"
 BLOCK = 64  # columns by which the cache grows; kernels prefer multiples of it
 MIN_ROWS = 16  # with fewer, fp32 products round differently: tokens depend on others
 
@@ -22,11 +25,11 @@ MIN_ROWS = 16  # with fewer, fp32 products round differently: tokens depend on o
 def generate(lm: Any, contexts: Tensor, pad_id: int, length: int, temperature: float) -> Tensor:
     """Sample exactly `length` tokens after each context: [B, C] → [B, length] (G4).
 
-    With torch's global generator, without a stop at EOS; ppo.py and rloo.py have their own `sample`.
+    With torch's global generator, without a stop at EOS, unlike `sample` of ppo.py and rloo.py.
     """
     batch = DecodingBatch(lm, contexts, contexts != pad_id, length)
     responses = contexts.new_empty(len(contexts), length)
-    for t in show_progress(range(length), "sampling"):
+    for t in tqdm(range(length), "sampling", disable=not is_main()):
         probs = (batch.next_logits() / temperature).softmax(dim=-1)  # [B, V]
         tokens = torch.multinomial(probs, num_samples=1)[:, 0]
         responses[:, t] = tokens
@@ -60,7 +63,12 @@ class DecodingBatch:
         position_ids = self.mask.sum(dim=1, keepdim=True)  # the real tokens before
         self.mask[:, self.length] = True
         self.length += 1
-        return self.compute(self.tokens, self.mask, position_ids)
+        mask = self.mask
+        if self.has_states:
+            mask = mask[:, : self.length]  # linear-attention layers read the last columns
+        inputs = dict(attention_mask=mask, position_ids=position_ids, use_cache=True)
+        logits = self.lm(self.tokens, **inputs, **self.cache_argument).logits
+        return logits[:, -1].float()
 
     def prefill(self) -> Tensor:
         """Compute each distinct prompt once; from then on, the mask has the cache's columns."""
@@ -77,12 +85,13 @@ class DecodingBatch:
         self.cache = KeyValueCache(config=self.lm.config, max_cache_len=columns)
         unused = columns - self.length
         self.mask = F.pad(mask, (0, unused))
-        if not self.cache.has_states():  # see `compute`
+        self.has_states = any(hasattr(layer, "conv_states") for layer in self.cache.layers)
+        if not self.has_states:
             real = F.pad(real, (0, unused))
         # `compute_hidden` sets the cache's index, by which the cache moves keys to [P, C].
-        cache: Any = {self.cache_name: self.cache}
-        backbone = self.lm.base_model
-        hidden = compute_hidden(backbone, prompts.clamp(min=0), real, position_ids, **cache)
+        self.cache_argument: Any = {CACHE: self.cache}
+        inputs = prompts.clamp(min=0), real, position_ids
+        hidden = compute_hidden(self.lm.base_model, *inputs, **self.cache_argument)
         self.cache.index = None
         self.cache.reorder_cache(prompt_of)  # P prompts → b sequences
         last = hidden[:, -1]  # [P, D]
@@ -128,18 +137,6 @@ class DecodingBatch:
         blocks = self.length // BLOCK + 1
         return min(blocks * BLOCK, self.max_columns)
 
-    # The model's parameter for the cache, which counts its columns itself:
-    cache_name = "cache" if compare_versions("transformers", ">=", "5.24") else "past_key_values"
-
-    def compute(self, tokens: Tensor, mask: Tensor, position_ids: Tensor) -> Tensor:
-        """Logits [b, V] after one more token of each sequence; mask [b, columns of the cache]."""
-        if self.cache.has_states():
-            mask = mask[:, : self.length]  # linear-attention layers read the last columns
-        cache: Any = {self.cache_name: self.cache}
-        inputs = dict(attention_mask=mask, position_ids=position_ids, use_cache=True)
-        logits = self.lm(tokens, **inputs, **cache).logits
-        return logits[:, -1].float()
-
 
 class KeyValueCache(StaticCache):
     """A static cache for autocast, under which keys with rotary angles are fp32."""
@@ -156,7 +153,3 @@ class KeyValueCache(StaticCache):
         keys, values = (x.squeeze(0)[:, self.index].transpose(0, 1) for x in new)
         super().update(keys, values, *args, **kwargs)  # [B, groups, T, features]
         return new
-
-    def has_states(self) -> bool:
-        """Whether a layer has a state in place of keys and values, as linear attention."""
-        return any(hasattr(layer, "conv_states") for layer in self.layers)

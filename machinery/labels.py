@@ -1,7 +1,6 @@
 """Human preferences (docs/data.md) → token sequences. Shapes: `B` labels, `K` candidates each."""
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
@@ -38,27 +37,30 @@ class Labels:
 
     def batch(self, rows: np.ndarray, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, Q], padded on the left; responses [B, K, R], on the right; best [B]."""
-        queries = [self.queries[row].tolist() for row in rows]
-        flat = [torch.from_numpy(ids).long() for row in rows for ids in self.responses[row]]
-        responses = pad_sequence(flat, batch_first=True, padding_value=pad_id)
+        queries: list[list[int]] = []
+        flat: list[Tensor] = []
+        for row in rows:
+            queries.append(self.queries[row].tolist())
+            flat += map(torch.tensor, self.responses[row])
+        responses = pad_sequence(flat, batch_first=True, padding_value=pad_id).long()
         responses = responses.unflatten(0, (len(rows), -1))
-        best = torch.from_numpy(self.best[rows]).long()
+        best = torch.tensor(self.best[rows])
         return pad_left(queries, max(map(len, queries)), pad_id), responses, best
 
     def longest(self) -> int:
         """Tokens of the longest query with one of its responses."""
-        pairs = zip(self.queries, self.responses, strict=True)
-        return max(length(query, responses) for query, responses in pairs)
+        return max(map(length, self.queries, self.responses))
 
     def held_out(self, num_train: int) -> np.ndarray:
         """The rows after the first `num_train` with other queries than those."""
         if len(self) < num_train:
             raise InputError(f"num_labels={num_train}, but --label_dataset has only {len(self)}")
-        seen = {query.tobytes() for query in self.queries[:num_train]}
-        rest = range(num_train, len(self))
-        found = [i for i in rest if self.queries[i].tobytes() not in seen]
-        if rest and not found:
-            say(f"no accuracy: the queries of the other {len(rest)} labels are all trained on")
+        texts = [query.tobytes() for query in self.queries]
+        seen = set(texts[:num_train])
+        found = [i for i, text in enumerate(texts) if text not in seen]
+        left = len(texts) - num_train
+        if left and not found:
+            say(f"no accuracy: the queries of the other {left} labels are all trained on")
         return np.array(found, dtype=int)
 
 
@@ -81,21 +83,30 @@ def load_labels(task: Task, tokenizer: Any, ids: TokenIds, config: Any = None) -
             found = read_texts(rows, PAIR, task, tokenizer, ids)
             best = [0] * len(rows)
         elif {"query", "best"} <= {*names}:
-            count = sum(re.fullmatch(r"sample\d+", name) is not None for name in names)
-            columns = ["query", *(f"sample{k}" for k in range(max(count, 2)))]
+            columns = ["query", "sample0", "sample1"]
+            while (name := f"sample{len(columns) - 1}") in names:
+                columns.append(name)
             read = read_texts if is_text(rows, "query") else read_ids
             found = read(rows.select_columns(columns), columns, task, tokenizer, ids)
             best = rows["best"][:]
-            check_best(best, len(columns) - 1)
         else:
             use = convert_command(source, " --rename COLUMN=prompt")
             raise InputError(f"{names} are no labels (docs/data.md); perhaps use {use}")
+        return select_labels(found, best, config)
+
+
+def select_labels(found: list[list[Any]], best: list[Any], config: Any) -> Labels:
+    """The labels that can be trained on; the others are counted. `found`: query, responses."""
     longest = getattr(config, "max_position_embeddings", None) or math.inf
-    kept: list[int] = []
+    labels = Labels([], [], np.array([], dtype=int))
+    kept = []
     skipped = defaultdict(list)
     for i, (query, *responses) in enumerate(found):
         if best[i] is None or None in (query, *responses):
             skipped["null"].append(i)
+        elif isinstance(best[i], bool) or best[i] not in range(len(responses)):
+            last = len(responses) - 1
+            raise InputError(f"row {i}: best is {best[i]!r}, not an index from 0 to {last}")
         elif not query or not all(responses):
             skipped["without tokens"].append(i)
         elif responses.count(responses[0]) == len(responses):
@@ -103,20 +114,13 @@ def load_labels(task: Task, tokenizer: Any, ids: TokenIds, config: Any = None) -
         elif length(query, responses) > longest:
             skipped[f"with more tokens than the model reads ({longest})"].append(i)
         else:
-            kept.append(i)
+            kept.append(best[i])
+            labels.queries.append(np.array(query, np.int32))
+            labels.responses.append([np.array(ids, np.int32) for ids in responses])
     if skipped:
         reasons = "; ".join(f"{len(x)} {why}, such as row {x[0]}" for why, x in skipped.items())
         say(f"{FLAG}: skipped {len(found) - len(kept)} of {len(found)} rows: {reasons}")
-    arrays = [[np.array(ids, np.int32) for ids in found[i]] for i in kept]
-    of_kept = np.array([best[i] for i in kept], dtype=int)
-    return Labels([x[0] for x in arrays], [x[1:] for x in arrays], of_kept)
-
-
-def check_best(best: list[Any], count: int) -> None:
-    """Raise `InputError` for the first value that is no index of a response, and not null."""
-    for row, value in enumerate(best):
-        if value is not None and (isinstance(value, bool) or value not in range(count)):
-            raise InputError(f"row {row}: best is {value!r}, not an index from 0 to {count - 1}")
+    return replace(labels, best=np.array(kept, dtype=int))
 
 
 def read_ids(
@@ -143,11 +147,10 @@ def without_padding(value: Any, vocab_size: int) -> list[int] | None:
     if value is None:
         return None
     pad = max(OPENAI_PAD, vocab_size)  # larger vocabularies have a pad of their own
-    ids = np.array(value)
-    is_id = ids.ndim == 1 and (ids.dtype.kind in "iuf" or not len(ids))
-    if not is_id or ((ids % 1 != 0) | (ids < 0) | ((ids >= vocab_size) & (ids != pad))).any():
+    ids: list[Any] = [x for x in value if x != pad] if isinstance(value, list) else [None]
+    if not all(type(x) in (int, float) and 0 <= x < vocab_size and x % 1 == 0 for x in ids):
         raise InputError(f"{value!r:.60} has to be a list of ids from 0 to {vocab_size - 1}")
-    return ids[ids != pad].astype(int).tolist()
+    return [*map(int, ids)]
 
 
 def read_texts(
@@ -175,19 +178,21 @@ def read_texts(
         say(f"--query_length {task.query_length}: cut {long} of {len(queries)} prompts")
     queries = [query[: task.query_length] for query in queries]
     contexts = [ids.prefix + query + ids.suffix for query in queries]
-    found: list[list[Any]] = []
-    for text, query in zip(prompts, queries, strict=True):
-        found.append([None if text is None else query])
+    columns_of_ids: list[list[Any]] = [queries]
     for texts in answers:
-        full = [text or "" for text in texts]
-        encoded = tokens.encode_answers(contexts, full, tokenizer, stop, ends)
-        for row, text, answer in zip(found, texts, encoded, strict=True):
-            row.append(None if text is None else answer)
-    return found
+        columns_of_ids.append(tokens.encode_answers(contexts, texts, tokenizer, stop, ends))
+    for texts, column in zip([prompts, *answers], columns_of_ids, strict=True):
+        for i, text in enumerate(texts):
+            if text is None:
+                column[i] = None
+    return list(map(list, zip(*columns_of_ids, strict=True)))
 
 
 def check_repeated(prompts: list, chosen: list, rejected: list) -> None:
     """Raise `InputError` if all answers begin with their prompt, which would be read twice."""
-    full = [x for x in zip(prompts, chosen, rejected, strict=True) if all(x) and x[0].strip()]
-    if full and all(y.startswith(x) and z.startswith(x) for x, y, z in full):
+    repeated = []
+    for prompt, *pair in zip(prompts, chosen, rejected, strict=True):
+        if prompt and prompt.strip() and all(pair):
+            repeated.append(all(text.startswith(prompt) for text in pair))
+    if repeated and all(repeated):
         raise InputError("chosen and rejected repeat the prompt; tools/convert.py removes it")

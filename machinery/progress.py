@@ -80,13 +80,11 @@ def plot_run(folder: Path, names: list[str]) -> None:
     import pandas  # slow to import
     from matplotlib.figure import Figure
 
-    lines = pandas.read_json(folder / "metrics.jsonl", lines=True)
+    lines = pandas.read_json(folder / "metrics.jsonl", lines=True).set_index("step")
     size, step, unit = 1, "step", "step"
     if "ppo/episode" in lines:
         size, step, unit = lines["ppo/episode"][0], "update", "episode"
     updates = lines[names[0]].count()  # later lines are of evaluations
-    before = lines["step"] * size
-    after = (lines["step"] + 1).clip(upper=updates) * size
     panels = [name for name in names if name in lines and not name.startswith("heldout/")]
     figure = Figure(figsize=(7, 2 * len(panels)), layout="constrained")
     figure.suptitle(folder.name)
@@ -95,17 +93,18 @@ def plot_run(folder: Path, names: list[str]) -> None:
         axis = figure.add_subplot(len(panels), 1, i + 1, title=name)
         axis.grid(alpha=0.3)
         values = lines[name].dropna()
-        x = after[values.index]
+        x = (values.index + 1) * size
         axis.plot(x, values, "C0", alpha=0.5, label=f"each {step}")
         n = len(values) // 20
         if n > 4:  # many noisy steps
             axis.plot(x, values.rolling(n).mean(), "C0", label=f"mean of {n}")
         # An evaluation is made before the update of its line, what is held out after it.
         plain = name.removeprefix("objective/")
-        for heldout, at in ((f"eval/{plain}", before), (f"heldout/{plain}", after)):
+        for heldout, more in ((f"eval/{plain}", 0), (f"heldout/{plain}", 1)):
             if heldout in lines:
                 points = lines[heldout].dropna()
-                axis.plot(at[points.index], points, "oC1", label="held out")
+                places = [min(at + more, updates) * size for at in points.index]
+                axis.plot(places, points, "oC1", label="held out")
                 ends = points.iloc[[0, -1]].unique()
                 print(f"{heldout}:", " → ".join(f"{value:.3g}" for value in ends))
         axis.legend(fontsize=8)

@@ -48,22 +48,20 @@ def say_texts(rows: Rows, flag: str, prompt: str, answers: Sequence[str], tokeni
 
     One at the end of an answer is its end. Others were perhaps not meant as tokens.
     """
-    pattern = "|".join(map(re.escape, tokens.special_tokens(tokenizer).values())) or "$^"
+    special = "|".join(map(re.escape, tokens.special_tokens(tokenizer).values())) or "$^"
     found = []
     for column in (prompt, *answers):
         texts = text_column(rows, column)
-        where = f"({pattern})" if column == prompt else rf"(?s)({pattern}).*\S"
-        blank = compute.equal(compute.utf8_trim_whitespace(texts), "")
-        inside = compute.match_substring_regex(texts, where)
-        with_tokens = texts.filter(inside)
+        pattern = special if column == prompt else rf"(?s)({special}).*\S"
+        blank = texts.filter(compute.match_substring_regex(texts, r"^\s*$"))
+        with_tokens = texts.filter(compute.match_substring_regex(texts, pattern))
         if texts.null_count:
             found.append(f"{texts.null_count} {column} null")
-        if compute.any(blank).as_py():
-            found.append(f"{compute.sum(blank)} {column} blank")
+        if len(blank):
+            found.append(f"{len(blank)} {column} blank")
         if len(with_tokens):
-            before, token, after = re.split(f"({pattern})", with_tokens[0].as_py(), maxsplit=1)
-            example = before[-20:] + token + after[:20]
-            found.append(f"{len(with_tokens)} {column} with special tokens, as in {example!r}")
+            place: Any = re.search(f"(?s).{{0,20}}({special}).{{0,20}}", with_tokens[0].as_py())
+            found.append(f"{len(with_tokens)} {column} with special tokens, as in {place[0]!r}")
         elif column == prompt and tokenizer.chat_template:
             found.append(f"no {column} with special tokens of the chat template")
     if found:
@@ -81,33 +79,30 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     if task.keep_last_line:
         texts = [drop_lines(text, length, tokenizer) for text in texts]
     start = tokens.single_token(tokenizer, task.start_text, "--start_text")
-    end = task.end_text
     before = [task.query_prefix] * len(texts)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend and end is None and not task.query_prefix:  # the same ids in two thirds of the time
-        found = [x.ids for x in backend.encode_batch_fast(texts, add_special_tokens=False)]
-        offsets: list[Any] = [[]] * len(texts)
-    else:
-        found, offsets, _ = tokens.encode_after(before, texts, tokenizer, offsets=end is not None)
-    queries = []
-    for text, row, spans in zip(texts, found, offsets, strict=True):
-        query = row if text.strip() else []
+    end = task.end_text
+    found, offsets, _ = tokens.encode_after(before, texts, tokenizer, offsets=end is not None)
+    queries: list[list[int]] = []
+    for i, text in enumerate(texts):
+        query = found[i] if text.strip() else []
         if end is not None:
-            query = cut_query(query, length, start, ends_word(text, spans, end))
+            query = cut_query(query, length, start, ends_word(text, offsets[i], end))
         elif start is not None:
-            query = cut_query(query, len(row), start, None)  # `tokenize_rows` cuts, and counts
+            query = cut_query(query, len(query), start, None)  # `tokenize_rows` cuts, and counts
         query = tokens.with_bos(query, begin)
-        queries.append([] if task.eos_task and len(query) > task.query_length else query)
+        if task.eos_task and len(query) > task.query_length:
+            query = []
+        queries.append(query)
     return queries
 
 
 def clean_texts(texts: Sequence[Any], task: Task) -> list[str]:
     """Apply `clean_fn`; a missing text becomes an empty one."""
     texts = [text or "" for text in texts]
-    if task.clean_fn is None:
-        return texts
-    with about(f"--clean_fn {task.clean_fn}"):
-        return [*map(load_function(task.clean_fn), texts)]
+    if task.clean_fn:
+        with about(f"--clean_fn {task.clean_fn}"):
+            texts = [*map(load_function(task.clean_fn), texts)]
+    return texts
 
 
 def drop_lines(text: str, length: int, tokenizer: Any) -> str:
@@ -120,7 +115,9 @@ def drop_lines(text: str, length: int, tokenizer: Any) -> str:
     rest = text[len(head) :]
     while head and (excess := len(encode(head + rest)) - length) > 0:
         before, _, line = head.rpartition("\n")
-        head = head[:-excess] if not before or line.startswith("POST:") else before
+        if not before or line.startswith("POST:"):
+            before = head[:-excess]
+        head = before
     return head + rest
 
 
@@ -129,10 +126,11 @@ def ends_word(text: str, offsets: list[tuple[int, int]], end: str) -> list[bool]
 
     Both of GPT-2's periods, "." and " .", end a sentence; those in "1.5" or "CNN.com" do not.
     """
-    return [
-        text.endswith(end, 0, stop) and (end.isspace() or not text[stop : stop + 1].strip())
-        for _, stop in offsets
-    ]
+    found = []
+    for _, stop in offsets:
+        is_last = end.isspace() or not text[stop : stop + 1].strip()
+        found.append(is_last and text.endswith(end, 0, stop))
+    return found
 
 
 def cut_query(ids: list[int], length: int, start: int | None, ends: list[bool] | None) -> list[int]:
@@ -146,11 +144,10 @@ def cut_query(ids: list[int], length: int, start: int | None, ends: list[bool] |
         if start not in ids:
             return []
         first = (ids.index(start) + 1) % len(ids)  # OpenAI: a final start token cuts nothing
-    ids = ids[first : first + length]
-    if ends is None:
-        return ids
-    stops = [i + 1 for i, end in enumerate(ends[first : first + length]) if end]
-    return ids[: stops[-1]] if stops else []
+    last = min(first + length, len(ids))
+    while ends is not None and last > first and not ends[last - 1]:
+        last -= 1
+    return ids[first:last]
 
 
 def tokenize_rows(
@@ -162,13 +159,15 @@ def tokenize_rows(
     if a user's own function cleans texts. `flag` limits the length.
     """
     number = datasets.Value("int32")
-    features = dict(tokens=datasets.List(number), cut=number, hash=datasets.Value("int64"))
+    features = datasets.Features(tokens=[number], cut=number, hash=datasets.Value("int64"))
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
-        found = function(batch)
-        cut = [max(len(ids) - length, 0) for ids in found]
-        kept = [ids[:length] for ids in found]
-        return {"tokens": kept, "cut": cut, "hash": [hash(tuple(ids)) for ids in kept]}
+        found: dict[str, list] = {name: [] for name in features}
+        for ids in function(batch):
+            found["tokens"].append(ids[:length])
+            found["cut"].append(max(len(ids) - length, 0))
+            found["hash"].append(hash(tuple(ids[:length])))
+        return found
 
     code = [Path(file).read_text("utf-8") for file in (__file__, tokens.__file__, CLEAN)]
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
@@ -184,18 +183,17 @@ def tokenize_rows(
             encode,
             batched=True,
             remove_columns=rows.column_names,
-            features=datasets.Features(features),
+            features=features,
             cache_file_name=str(path),
             load_from_cache_file=cached,
             new_fingerprint=fingerprint,
         ).with_format(None)  # no `decode` of `read_files`
     kept = np.flatnonzero(compute.list_value_length(table.data.column("tokens")))
     cut = np.asarray(table.data.column("cut"))
-    skipped = len(table) - len(kept)
+    if skipped := len(table) - len(kept):
+        say(f"{FLAG} {task.query_dataset}: skipped {skipped} of {len(table)} rows: no tokens")
     if not len(kept):
         raise InputError(f"{FLAG} {task.query_dataset}: no row gives tokens")
-    if skipped:
-        say(f"{FLAG} {task.query_dataset}: skipped {skipped} of {len(table)} rows: no tokens")
     if cut.any():
         say(f"{flag}: left out {cut.sum()} tokens, ends of {(cut > 0).sum()} of {len(kept)} texts")
     source = rows if len(rows) == len(table) else table  # blocks of `load_blocks` have no columns
@@ -206,8 +204,8 @@ def tokenize_rows(
 class TokenTable:
     """Token sequences in a memory-mapped file that the processes of a machine share.
 
-    `table[rows]` → [B, length], padded on the left (G2). `source`: the data set's rows that they are
-    from, with all columns.
+    `table[rows]` → [B, length], padded on the left (G2). `source`: the data set's rows, with all
+    columns.
     """
 
     sequences: Rows
@@ -250,11 +248,14 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> "
     def to_blocks(batch: dict[str, list]) -> list[list[int]]:
         texts = [text.strip() for text in clean_texts(batch[task.query_column], task)]
         alone = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        spaced = [f" {text}" if text else "" for text in texts]
+        spaced = [" " + text for text in texts]
         after, _, _ = tokens.encode_after(["."] * len(texts), spaced, tokenizer)
         begin, blocks = tokens.bos(tokenizer), []
-        for first, following in zip(alone, after, strict=True):
-            block.extend(following if block else tokens.with_bos(first, begin))
+        for i, text in enumerate(texts):
+            if text and block:
+                block.extend(after[i])
+            elif text:
+                block.extend(tokens.with_bos(alone[i], begin))
             if len(block) >= block_size:
                 blocks.append(block.copy())
                 block.clear()
@@ -273,23 +274,22 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> "TokenTable":
     Rows without a response (null) are skipped. In EOS tasks an empty one is an end alone.
     """
     ends = ids.ends if task.eos_task else []
-    column = str(task.response_column)
+    column: Any = task.response_column
     width = len(ids.prefix) + task.query_length + len(ids.suffix)
     length = width + task.response_length
 
     def to_sequences(batch: dict[str, list]) -> list[list[int]]:
         prompts = tokenize_queries(batch[task.query_column], task, tokenizer)
         contexts = [ids.prefix + query[: task.query_length] + ids.suffix for query in prompts]
-        texts = [text or "" for text in batch[column]]
+        texts = batch[column]
         responses = tokens.encode_answers(contexts, texts, tokenizer, task.truncate_token, ends)
-        sequences: list[list[int]] = []
-        for i, (query, response) in enumerate(zip(prompts, responses, strict=True)):
-            if not query or not response or batch[column][i] is None:
-                sequences.append([])
-                continue
-            sequence = [ids.pad] * (width - len(contexts[i])) + contexts[i] + response
-            sequence += [ids.pad] * (length - len(sequence))
-            sequence += [ids.pad] * (len(query) - task.query_length)  # counted as cut
+        sequences = []
+        for i, query in enumerate(prompts):
+            sequence: list[int] = []
+            if query and responses[i] and texts[i] is not None:
+                sequence = [ids.pad] * (width - len(contexts[i])) + contexts[i] + responses[i]
+                sequence += [ids.pad] * (length - len(sequence))
+                sequence += [ids.pad] * (len(query) - task.query_length)  # counted as cut
             sequences.append(sequence)
         return sequences
 

@@ -103,20 +103,20 @@ class Reward:
             scores = self.score_by_model(tokens, queries.shape[1])
         if self.function is None and self.gold_function is None:
             return scores, components
-        texts: dict[str, Any] = self.decode(queries, tokens)
+        texts = self.decode(queries, tokens)
         if self.step is not None:
             texts["step"] = self.step
+        if scores is not None:
+            texts["scores"] = scores.tolist()
         if self.function:
-            given = dict(texts)
-            if scores is not None:
-                given["scores"] = scores.tolist()
-            parts = self.call(self.flag, self.function, given, columns, tokens.device)
-            scores = torch.stack([*parts.values()]).sum(dim=0)
-            if parts.keys() != {""}:
-                components = {f"reward/{name}": part for name, part in parts.items()}
+            parts = self.call(self.flag, self.function, texts, columns, tokens.device)
+            scores = total(parts)
+            for name, part in parts.items():
+                if name:
+                    components[f"reward/{name}"] = part
         if self.gold_function:
-            found = self.call(self.gold_flag, self.gold_function, texts, columns, tokens.device)
-            components["objective/gold_score"] = torch.stack([*found.values()]).sum(dim=0)
+            parts = self.call(self.gold_flag, self.gold_function, texts, columns, tokens.device)
+            components["objective/gold_score"] = total(parts)
         return scores, components
 
     def score_by_model(self, tokens: Tensor, query_length: int) -> Tensor:
@@ -127,12 +127,13 @@ class Reward:
             tokens.masked_fill(is_padding, pad_id), self.max_tokens, query_length
         )
 
-    def decode(self, queries: Tensor, tokens: Tensor) -> dict[str, list[str]]:
+    def decode(self, queries: Tensor, tokens: Tensor) -> dict[str, Any]:
         """The texts of queries [B, Q], and of the responses after them in tokens [B, Q + R]."""
         # Alone, a response would lose the space that SentencePiece strips off a text's beginning.
         before = decode(self.tokenizer, queries, self.ids)
-        both = decode(self.tokenizer, tokens, self.ids)
-        after = [text[len(query) :] for text, query in zip(both, before, strict=True)]
+        after = decode(self.tokenizer, tokens, self.ids)
+        for i, query in enumerate(before):
+            after[i] = after[i][len(query) :]
         return {"queries": before, "responses": after}
 
     def call(
@@ -156,15 +157,17 @@ class Reward:
 
 def call_reward_function(function: Callable, texts: dict, columns: dict) -> dict[str, Tensor]:
     """Scores of texts: name → finite numbers [B] if the function returns a dict, else "" → [B]."""
-    texts = texts | dict(prompts=texts["queries"], completions=texts["responses"])  # TRL's names
-    parameters = inspect.signature(function).parameters
-    names = {*parameters}
-    if any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
-        theirs, ours = {"prompts", "completions"}, {"queries", "responses"}
-        names |= columns.keys() | (theirs if "completions" in names else ours)
-    given = {name: x for name, x in (columns | texts).items() if name in names}
-    if both := sorted(given.keys() & texts.keys() & columns.keys()):
-        raise InputError(f"{both[0]} is also a column of the data set: rename the column")
+    texts = dict(texts, prompts=texts["queries"], completions=texts["responses"])  # TRL's names
+    names, takes_all = read_signature(function)
+    if takes_all and "completions" in names:
+        names.update(columns, prompts=False)
+    elif takes_all:
+        names.update(columns, queries=False, responses=False)
+    given = {}
+    for name in names.keys() & (columns.keys() | texts.keys()):
+        if name in columns and name in texts:
+            raise InputError(f"{name} is also a column of the data set: rename the column")
+        given[name] = columns[name] if name in columns else texts[name]
     with users_code():
         returned: Any = function(**given)
         if inspect.isawaitable(returned):
@@ -172,23 +175,33 @@ def call_reward_function(function: Callable, texts: dict, columns: dict) -> dict
             with about(f"awaited for at most {limit} s"):
                 returned = event_loop().run(asyncio.wait_for(returned, limit))
     parts = returned if isinstance(returned, dict) and returned else {"": returned}
-    if taken := sorted(TOTALS & parts.keys()):
-        raise InputError(f"returned {[*parts]}: return {taken[0]!r} alone, or parts to sum")
     size, found = len(texts["queries"]), {}
-    for name, x in sorted(parts.items()):  # in one order on all processes
-        found[name] = to_scores(x, size)
-        if found[name] is None:
-            raise InputError(f"returned {name and f'{name}='}{x!r:.60}, not {size} finite numbers")
+    for name in sorted(parts):  # in one order on all processes
+        if name in TOTALS:
+            raise InputError(f"returned {[*parts]}: return {name!r} alone, or parts to sum")
+        scores = torch.empty(0)
+        with suppress(TypeError, ValueError, RuntimeError):
+            scores = torch.as_tensor(parts[name], dtype=torch.float32)
+        if scores.shape != (size,) or not scores.isfinite().all():
+            raise InputError(f"returned {name} {parts[name]!r:.60}, not {size} finite numbers")
+        found[name] = scores
     return found
 
 
-def to_scores(returned: Any, size: int) -> Any:
-    """A list, array or tensor of finite numbers as a tensor [size]; None for anything else."""
-    with suppress(TypeError, ValueError, RuntimeError):
-        scores = torch.as_tensor(returned, dtype=torch.float32)
-        if scores.shape == (size,) and scores.isfinite().all():
-            return scores
-    return None
+def total(parts: dict[str, Tensor]) -> Tensor:
+    """The sum of the parts of a score [B]."""
+    return torch.stack([*parts.values()]).sum(dim=0)
+
+
+def read_signature(function: Callable) -> tuple[dict[str, bool], bool]:
+    """A function's parameters → whether each is needed; and whether it takes all others, too."""
+    names, takes_all = {}, False
+    for name, x in inspect.signature(function).parameters.items():
+        if x.kind is x.VAR_KEYWORD:
+            takes_all = True
+        elif x.kind is not x.VAR_POSITIONAL:
+            names[name] = x.default is x.empty
+    return names, takes_all
 
 
 def load_scorer(field: str, task: Task) -> Any:
@@ -197,11 +210,15 @@ def load_scorer(field: str, task: Task) -> Any:
         return None
     with about(f"--{field} {name}"):
         function = load_function(name)
-        parameters = inspect.signature(function).parameters
-        named = [name for name, x in parameters.items() if x.kind is not x.VAR_KEYWORD]
-        both = {"queries", "prompts"} <= {*named}  # OpenRLHF's `queries` hold the responses, too
-        if both or named and not {"responses", "completions", "scores"} & {*named}:
-            line = OPENRLHF if both else VERL if "solution_str" in named else OTHER
+        names, _ = read_signature(function)
+        line = None
+        if {"queries", "prompts"} <= names.keys():
+            line = OPENRLHF  # whose `queries` hold the responses, too
+        elif "solution_str" in names:
+            line = VERL
+        elif names and not {"responses", "completions", "scores"} & names.keys():
+            line = OTHER
+        if line:
             line = line.format(name.rpartition(":")[2])
             raise InputError(f"needs other texts; call it from a function like this: {line}")
     return function
@@ -210,14 +227,18 @@ def load_scorer(field: str, task: Task) -> Any:
 def check_columns(rows: Rows, task: Task) -> None:
     """Raise `InputError` if a function needs a column that there is not, or can read no answer."""
     known = {*GIVEN, *rows.column_names}
-    for field in (x for x in ("reward_fn", "gold_fn") if getattr(task, x)):
-        function, flag = load_scorer(field, task), f"--{field} {getattr(task, field)}"
-        for x in inspect.signature(function).parameters.values():
-            needed = x.default is x.empty and x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)
-            if needed and x.name not in known:
-                raise InputError(f"{flag} needs {x.name}; there are {sorted(known)}")
-        read: Any = getattr(function, "read_answer", None)
-        answers = rows.select_columns("answer")[:]["answer"] if read else []
+    for field in ("reward_fn", "gold_fn"):
+        function = load_scorer(field, task)
+        if function is None:
+            continue
+        flag = f"--{field} {getattr(task, field)}"
+        for name, is_needed in read_signature(function)[0].items():
+            if is_needed and name not in known:
+                raise InputError(f"{flag} needs {name}; there are {sorted(known)}")
+        read = getattr(function, "read_answer", None)
+        if read is None:
+            continue
+        answers = rows.select_columns("answer")[:]["answer"]
         unread = [answer for answer in answers if read(answer) is None]
         if unread:
             found = f"{flag} cannot read {len(unread)} of {len(answers)} answers"
@@ -228,7 +249,7 @@ def check_columns(rows: Rows, task: Task) -> None:
 
 def needs_model(function: Callable | None) -> bool:
     """Whether scores come from the reward model, or from a function that takes its scores."""
-    return function is None or "scores" in inspect.signature(function).parameters
+    return function is None or "scores" in read_signature(function)[0]
 
 
 def check_reward(args: Any) -> None:

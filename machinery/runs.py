@@ -34,7 +34,7 @@ GIT = "git --git-dir=.git --work-tree=. describe --always --exclude=* --abbrev=4
 
 
 def check_run(args: Any, processes: int) -> None:
-    """Raise `InputError` if the run would overwrite something, resume another one, or has no reward."""
+    """Raise `InputError` if the run would overwrite something, resume another, or has no reward."""
     link = Path("models", args.task.task, Path(inspect.getfile(type(args))).stem)
     folder = Path("runs", args.run_name or "")
     if args.resume is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
@@ -170,7 +170,8 @@ class Run:
         samples are cut back to it. Without, the result is 0 and `state`.
         """
         tensors: dict[str, Tensor] = {}
-        text = checkpoints.dump({"state": state}, tensors)  # what it cannot write fails now
+        own = checkpoints.take_tensors({"state": state}, tensors)
+        text = json.dumps(own)  # what it cannot write fails now
         optimizer.register_step_pre_hook(lambda *_: cli.rescues.clear())
         if self.source is None:
             return 0, checkpoints.parse(text, tensors)["state"]
@@ -184,7 +185,7 @@ class Run:
         return step, saved["state"]
 
     def cut_back(self, source: Path, step: int) -> None:
-        """Cut the run's files to what they were at the checkpoint `source`, after `step` updates."""
+        """Cut the run's files to what they were at a checkpoint, after `step` updates."""
         for path in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
             if not path.exists():
                 continue
@@ -251,7 +252,7 @@ class Run:
     def log_samples(
         self, step: int, columns: dict[str, Tensor], tokenizer: Any, ids: TokenIds
     ) -> None:
-        """Write and print the first four rows of columns: tokens [B, T], as texts, or numbers [B]."""
+        """Write and print four rows of columns: tokens [B, T], as texts, or numbers [B]."""
         if not self.main:
             return
         values = []
@@ -266,8 +267,9 @@ class Run:
             tracker.log_table("samples", list(columns), cells, step=step)
 
     def save(self, model: Any, tokenizer: Any, name: str = "model", **heads: nn.Module) -> None:
-        """Save weights as a folder of this name in the run. `model` goes to `--output_dir`, if given;
-        otherwise `models/<task>/<script>` links to it.
+        """Save weights as a folder of this name in the run.
+
+        `model` goes to `--output_dir`, if given; otherwise `models/<task>/<script>` links to it.
         """
         states = {key: checkpoints.full_state(head)[0] for key, head in heads.items()}
         state, _ = checkpoints.full_state(model)

@@ -1,13 +1,13 @@
 """Where models, data and functions come from: files, folders, the hub."""
 
 import bz2
-import collections
 import csv
 import errno
 import functools
 import gzip
 import hashlib
 import importlib.util
+import inspect
 import json
 import lzma
 import os
@@ -64,8 +64,9 @@ csv.field_size_limit(2**31 - 1)
 def check_source(name: str, kind: str = "model") -> None:
     """Raise `InputError` for a missing path; go offline if the hub cannot be reached."""
     if name.replace(os.sep, "/").startswith(LOCAL) or form(name) in FILES:
-        made = re.fullmatch(r"models/(\w+)/(sft|train_reward|ppo|rloo)", name)
-        hint = f"; create it with `python {made[2]}.py --task {made[1]}`" if made else ""
+        hint = ""
+        if made := re.fullmatch(r"models/(\w+)/(sft|train_reward|ppo|rloo)", name):
+            hint = f"; create it with `python {made[2]}.py --task {made[1]}`"
         raise InputError(f"does not exist in {Path.cwd()}{hint}")
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return
@@ -94,15 +95,14 @@ def fetch(name: str, load: Callable[..., Any]) -> Any:
             if getattr(error, "errno", None) in NO_LOCKS:
                 raise
             raise InputError(f"{type(error).__name__}: {' '.join(str(error).split())}") from None
-        path = found if isinstance(found, str) else found.cache_dir
-        commit = COMMIT.findall(path)[-1]
+        commit = COMMIT.findall(getattr(found, "cache_dir", found))[-1]
         if pin(name, commit) == commit:
             return found
     raise InputError(f"commit {PINNED[name]}, with which the run began, is not there; {commit} is")
 
 
 def find_model(name: str, weights: bool = False) -> str:
-    """The folder of a model: that behind a link, or one in the cache of the hub's client."""
+    """The folder of a model: what a link leads to, or a folder in the hub's cache."""
     if Path(PINNED.get(name, name)).exists():
         folder = pin(name, os.path.realpath(name))
     else:
@@ -188,35 +188,37 @@ def read_files(paths: Sequence[str]) -> Rows:
         if not copy.exists():
             write_table(paths, copy)
     rows = Rows(datasets.table.MemoryMappedTable.from_file(str(copy)), fingerprint=key)
-    others = [name for name, kind in rows.features.items() if kind.dtype == "binary"]
+    if all(kind.dtype == "string" for kind in rows.features.values()):
+        return rows
 
     def decode(batch: dict[str, list]) -> dict[str, list]:
-        for name in others:
-            if name in batch:
-                batch[name] = [json.loads(value) for value in batch[name]]
+        for name in batch:
+            if rows.features[name].dtype == "binary":
+                batch[name] = [*map(json.loads, batch[name])]
         return batch
 
-    return rows.with_transform(decode) if others else rows
+    return rows.with_transform(decode)
 
 
 def write_table(paths: Sequence[str], out: Path) -> None:
     """Write the rows of files as one Arrow file: columns of texts, and others as JSON."""
-    only_texts: dict[str, bool] = {}
+    kinds: dict[str, str] = {}
     for path in paths:
         for row in read_rows(path):
             for name, value in row.items():
-                is_text = value is None or isinstance(value, str)
-                only_texts[name] = only_texts.get(name, True) and is_text
-    if not only_texts:
+                kinds.setdefault(name, "string")
+                if not isinstance(value, str | None):
+                    kinds[name] = "binary"
+    if not kinds:
         raise InputError("has no rows with values")
-    kinds = {x: datasets.Value("string" if y else "binary") for x, y in only_texts.items()}
+    features = datasets.Features({name: datasets.Value(kind) for name, kind in kinds.items()})
     part = f"{out}.part"
-    with ArrowWriter(path=part, features=datasets.Features(kinds)) as writer:
+    with ArrowWriter(path=part, features=features) as writer:
         for path in paths:
             for row in read_rows(path):
-                for name, is_text in only_texts.items():
+                for name, kind in kinds.items():
                     value = row.get(name)
-                    if not is_text:
+                    if kind == "binary":
                         value = json.dumps(value, ensure_ascii=False)
                     if value is not None:
                         value = value.encode("utf-8", "ignore").decode()  # no lone surrogates
@@ -227,7 +229,7 @@ def write_table(paths: Sequence[str], out: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """Of a file's content, in hexadecimal digits."""
+    """The SHA-256 of a file's content, in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -290,9 +292,9 @@ def make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def check_names(names: Sequence[str]) -> None:
     """Raise `InputError` for a column that is there twice."""
-    for name, count in collections.Counter(names).items():
-        if count > 1:
-            raise InputError(f"has {count} columns {name!r}; rename one")
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"has two columns {name!r}; rename one")
 
 
 def check_texts(rows: Rows, column: str, source: str, numbers: np.ndarray) -> None:
@@ -300,13 +302,11 @@ def check_texts(rows: Rows, column: str, source: str, numbers: np.ndarray) -> No
 
     `numbers` are those of the rows in the source.
     """
-    values = rows.select_columns(column)
-    if is_text(values, column):
+    suspects = np.arange(len(rows))
+    if is_text(rows, column):
         found = pyarrow.compute.match_substring_regex(text_column(rows, column), MESSAGES)
         suspects = np.flatnonzero(found.fill_null(False))
-        values, numbers = values.select(suspects), numbers[suspects]
-    for number, row in zip(numbers, values, strict=True):
-        value = row[column]
+    for number, value in zip(numbers[suspects], rows.select(suspects)[column], strict=True):
         if value is not None and (not isinstance(value, str) or re.match(MESSAGES, value)):
             use = f"not a text; use {convert_command(source)}"
             raise InputError(f"{column} of row {number} is {value!r:.60}, {use}")
@@ -362,7 +362,7 @@ def import_file(path: Path) -> Any:
 def module_name(path: Path) -> str:
     """The name of a file's module: its own, unless a library, ours or another file has it.
 
-    Then that of a link to the file, by which spawned processes can import it.
+    Otherwise that of a link to the file, by which spawned processes can import it.
     """
     name = path.stem
     spec = getattr(sys.modules.get(name), "__spec__", None) or PathFinder.find_spec(name)
@@ -395,8 +395,6 @@ def load_function(name: str) -> Callable:
         module = importlib.import_module(source)
     found = getattr(module, attribute, None)
     if found is None:
-        own = [
-            x for x, y in vars(module).items() if getattr(y, "__module__", "") == module.__name__
-        ]
-        raise InputError(f"{source} has no function {attribute!r}; it has {own}")
+        names = [x for x, y in vars(module).items() if inspect.isfunction(y)]
+        raise InputError(f"{source} has no function {attribute!r}; it has {names}")
     return found

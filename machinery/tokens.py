@@ -111,9 +111,9 @@ def bos(tokenizer: Any) -> list[int]:
 
     A text's tokens with these, [bos, a, b], and without, [a, b], show them.
     """
-    regular = (i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids)
-    for text in map(tokenizer.decode, regular):
-        if alone := tokenizer.encode(text, add_special_tokens=False):
+    for text in ("a", *tokenizer.get_vocab()):
+        alone = tokenizer.encode(text, add_special_tokens=False)
+        if alone and alone[0] not in tokenizer.all_special_ids:
             ids = tokenizer.encode(text)
             return ids[: ids.index(alone[0])]
     return []
@@ -130,38 +130,48 @@ def encode_after(
     """Token ids of texts as they are in `before + text`, without those of `before`.
 
     SentencePiece would add a space to a text alone. Also returns each token's place in its text, if
-    `offsets` are asked for, and how many texts are encoded alone nevertheless, since one token would
-    hold the end of `before` and the beginning of the text.
+    `offsets` are asked for, and how many texts are encoded alone nevertheless: those where one
+    token would hold the end of `before` and the beginning of the text.
     """
     options: Any = dict(add_special_tokens=False, return_offsets_mapping=offsets)
     heads = tokenizer(before, add_special_tokens=False)["input_ids"]
-    both = tokenizer([x + y for x, y in zip(before, texts, strict=True)], **options)
+    both = tokenizer(list(map(str.__add__, before, texts)), **options)
     found, places, alone = [], [], 0
     for i, head in enumerate(heads):
-        start = len(before[i])
-        row = {key: values[i][len(head) :] for key, values in both.items()}
-        if both["input_ids"][i][: len(head)] != head:
-            row, start, alone = tokenizer(texts[i], **options), 0, alone + 1
-        found.append(row["input_ids"])
-        places.append([(a - start, b - start) for a, b in row.get("offset_mapping", [])])
+        start, first = len(before[i]), len(head)
+        ids = both["input_ids"][i]
+        spans = both["offset_mapping"][i] if offsets else []
+        if ids[:first] != head:
+            row = tokenizer(texts[i], **options)
+            ids, spans = row["input_ids"], row.get("offset_mapping", [])
+            start = first = 0
+            alone += 1
+        found.append(ids[first:])
+        places.append([(a - start, b - start) for a, b in spans[first:]])
     return found, places, alone
 
 
 def encode_answers(
-    contexts: list[list[int]], answers: list[str], tokenizer: Any, stop: str | None, ends: list[int]
-) -> list[list[int]]:
+    contexts: list[list[int]], answers: list[Any], tokenizer: Any, stop: str | None, ends: list[int]
+) -> list[Any]:
     """Token ids of answers after the ends of their contexts, without whitespace after `stop`.
 
     Each ends with one of the tokens `ends`; the first one is added if it does not.
     """
     last = [ids[-16:] for ids in contexts]
-    pairs = [(answer, answer.rstrip()) for answer in answers]
-    answers = [cut if stop and cut.endswith(stop) else answer for answer, cut in pairs]
+    texts = []
+    for answer in answers:
+        text = answer or ""
+        cut = text.rstrip()
+        texts.append(cut if stop and cut.endswith(stop) else text)
     before = tokenizer.batch_decode(last, clean_up_tokenization_spaces=False)
-    found, _, alone = encode_after(before, answers, tokenizer)
+    found, _, alone = encode_after(before, texts, tokenizer)
     if alone:
         say(f"{alone} of {len(found)} answers merge with their prompts' ends: tokenized alone")
-    return [ids if {*ids[-1:]} & {*ends} else ids + ends[:1] for ids in found]
+    for ids in found:
+        if not ids or ids[-1] not in ends:
+            ids += ends[:1]
+    return found
 
 
 def same_tokens(tokenizer: Any, other: Any) -> bool:

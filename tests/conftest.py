@@ -8,9 +8,9 @@ os.environ["ACCELERATE_USE_CPU"] = "true"  # before accelerate is imported; also
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are too small for more
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import datasets
 import formats
@@ -32,9 +32,22 @@ from machinery import cli, sources
 from machinery.runs import SIGNALS
 
 # They fork, make pseudo-terminals, limit resources, or call bash and patch.
-UNIX = ["diffs", "docs", "experiments", "launch", "pitfalls", "progress", "readme"]
-UNIX += ["resume", "rewards", "runs"]
-collect_ignore = [f"test_{x}.py" for x in UNIX] + ["benchmarks"] if os.name == "nt" else []
+collect_ignore = []
+if os.name == "nt":
+    for name in [
+        "diffs",
+        "docs",
+        "experiments",
+        "launch",
+        "pitfalls",
+        "progress",
+        "readme",
+        "resume",
+        "rewards",
+        "runs",
+    ]:
+        collect_ignore.append(f"test_{name}.py")
+    collect_ignore.append("benchmarks")
 # `nohup` and `&` ignore these signals, and so would the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):
@@ -48,30 +61,36 @@ def score(queries, responses, step=0):
 """
 
 
-def settings(script: str, **changes: Any) -> Any:
+def settings(script, **changes):
     """Flags of six updates or steps in which kl_coef, Adam's moments, gain and bias all move."""
-    values = dict(base_model="task/model", query_dataset="task/stories.txt", truncate_token=None)
-    values |= dict(label_dataset="task/labels.json", lr=1e-2)
+    values = dict(
+        base_model="task/model",
+        query_dataset="task/stories.txt",
+        label_dataset="task/labels.json",
+        truncate_token=None,
+        lr=1e-2,
+    )
     if script == "sft":
-        values |= dict(num_queries=18, eval_every=2)
+        values.update(num_queries=18, eval_every=2)
     elif script != "train_reward":
-        values |= dict(total_episodes=48, eval_every=2, reward_fn="reward.py:score", kl_horizon=20)
-    return tiny.make_args(script=SCRIPTS[script], **values | changes)
+        values.update(total_episodes=48, eval_every=2, kl_horizon=20, reward_fn="reward.py:score")
+    values.update(changes)
+    return tiny.make_args(script=SCRIPTS[script], **values)
 
 
-def write_files(folder: Path) -> None:
+def write_files(folder):
     tiny.write_task(folder / "task")
     (folder / "reward.py").write_text(REWARD)
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch) -> Path:
     """The files of `settings` in the working folder of a user who is not logged in."""
     folder = tmp_path / "jürgen" / "work"
     folder.mkdir(parents=True)
@@ -98,7 +117,7 @@ def as_in_a_new_process():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def own_cache(tmp_path_factory: pytest.TempPathFactory):
+def own_cache(tmp_path_factory):
     """What data sets are turned into stays out of the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
@@ -121,7 +140,7 @@ def task(tmp_path: Path) -> tasks.Task:
 
 
 @pytest.fixture
-def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_weights(monkeypatch):
     """Loading a model's weights fails: a test that passes raised its error before."""
 
     def refuse(*args, **kwargs):
@@ -137,22 +156,28 @@ def start(task: tasks.Task, here: Path):
     """A function that runs a script on tiny files, with other values of its flags."""
     reward_model = tiny.write_reward(here / "reward")
 
-    def start(script: str, **changes) -> None:
-        model = dict(reward_model=reward_model) if script in ("ppo", "rloo") else {}
-        files = model | dict(reward_fn=None, truncate_token=".")
-        SCRIPTS[script].main(settings(script, **files | changes))
+    def start(script, **changes):
+        changes.setdefault("truncate_token", ".")
+        if script in ("ppo", "rloo"):
+            changes.setdefault("reward_model", reward_model)
+            changes.setdefault("reward_fn", None)
+        SCRIPTS[script].main(settings(script, **changes))
 
     return start
 
 
-def ask(patch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
+def ask(patch, url, cache):
     """Let the client ask this hub, with an empty cache."""
-    own = dict(ENDPOINT=url, HF_HUB_DISABLE_XET=True, HF_HUB_OFFLINE=False, HF_HUB_CACHE=str(cache))
-    own["HUGGINGFACE_CO_URL_TEMPLATE"] = url + "/{repo_id}/resolve/{revision}/{filename}"
-    of_datasets = dict(HF_ENDPOINT=url, HF_HUB_OFFLINE=False, HF_DATASETS_CACHE=cache)
-    for module, values in ((huggingface_hub.constants, own), (datasets.config, of_datasets)):
-        for name, value in values.items():
-            patch.setattr(module, name, value)
+    client = huggingface_hub.constants
+    patch.setattr(client, "ENDPOINT", url)
+    patch.setattr(client, "HF_HUB_CACHE", str(cache))
+    patch.setattr(client, "HF_HUB_OFFLINE", False)
+    patch.setattr(client, "HF_HUB_DISABLE_XET", True)
+    address = url + "/{repo_id}/resolve/{revision}/{filename}"
+    patch.setattr(client, "HUGGINGFACE_CO_URL_TEMPLATE", address)
+    patch.setattr(datasets.config, "HF_ENDPOINT", url)
+    patch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    patch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
 
 
 @pytest.fixture
@@ -185,12 +210,12 @@ def chat(hers):
     return hers
 
 
-def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_times(rows):
     """What two runs of the same flags have in common."""
     return [{name: x for name, x in row.items() if "time/" not in name} for row in rows]
 
 
-def read_metrics(name: str) -> list[dict[str, float]]:
+def read_metrics(name):
     """The lines of a run's metrics.jsonl, without the evaluation after the last update."""
     text = Path("runs", name, "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
@@ -198,26 +223,29 @@ def read_metrics(name: str) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory):
+def runs(tmp_path_factory):
     """`args`, `metrics` and `epochs` of one run of each script on tiny files."""
     folder = tmp_path_factory.mktemp("runs")
-    seen = SimpleNamespace(folder=folder, args={}, epochs={})
+    seen = SimpleNamespace(folder=folder, args={}, epochs={}, metrics={})
+    rl = dict(total_episodes=20, eval_every=2, reward_model="train_reward")
+    sizes = {
+        "sft": dict(num_heldout=6, batch_size=2, block_size=10, eval_every=3, num_epochs=1),
+        "train_reward": dict(batch_size=4, micro_batch_tokens=96, normalize_samples=5),
+        "ppo": rl,
+        "rloo": rl,
+    }
+    task = tiny.write_task(folder / "task")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        task = tiny.write_task(folder / "task")
-        labels = dict(batch_size=4, micro_batch_tokens=96, normalize_samples=5)
-        rl = dict(total_episodes=20, eval_every=2, reward_model="train_reward")
-        sizes = dict(train_reward=labels, ppo=rl, rloo=rl)
-        sizes["sft"] = dict(num_heldout=6, batch_size=2, block_size=10, eval_every=3, num_epochs=1)
-        for name in ("sft", "train_reward", "ppo", "rloo"):
+        for name, size in sizes.items():
             script = SCRIPTS[name]
-            files = dict(output_dir=name, run_name=name)
-            seen.args[name] = tiny.make_args(task, script, **sizes[name] | files, lr=1e-3)
+            args = tiny.make_args(task, script, output_dir=name, run_name=name, lr=1e-3, **size)
             if name in ("ppo", "rloo"):
                 seen.epochs[name] = []
-                spy = tiny.keep_epochs(script, seen.args[name], seen.epochs[name])
+                spy = tiny.keep_epochs(script, args, seen.epochs[name])
                 patch.setattr(script, "epoch_order", spy)
-            script.main(seen.args[name])
-            task = tiny.replace(task, base_model="sft", truncate_token=None)
-        seen.metrics = {name: read_metrics(name) for name in seen.args}
+            script.main(args)
+            seen.args[name] = args
+            seen.metrics[name] = read_metrics(name)
+            task = replace(task, base_model="sft", truncate_token=None)
     return seen

@@ -22,8 +22,8 @@ CARD = "---\nconfigs:\n- config_name: {0}\n  data_files:\n  - split: train\n    
 
 
 def describe(path: Path, folder: Path) -> dict[str, Any]:
-    kind, size = ("file", path.stat().st_size) if path.is_file() else ("directory", 0)
-    return dict(type=kind, oid="0" * 40, size=size, path=path.relative_to(folder).as_posix())
+    found = dict(oid="0" * 40, size=path.stat().st_size, path=path.relative_to(folder).as_posix())
+    return found | dict(type="file" if path.is_file() else "directory")
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -36,19 +36,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         url = urlsplit(self.path)
         found = API.fullmatch(unquote(url.path)) or FILE.fullmatch(unquote(url.path))
-        kind, name, what, revision, rest = found.groups() if found else ("", "", "", "", "")
-        if name:
-            time.sleep(self.server.delay)
-            self.server.delay = 0.0
+        if not found:
+            return self.refuse("RepoNotFound")
+        kind, name, what, revision, rest = found.groups()
+        time.sleep(self.server.delay)
+        self.server.delay = 0.0
         if name in OLD:
             return self.send(307, Location=self.path.replace(f"/{name}", f"/{OLD[name]}", 1))
         commits = sorted((self.server.root / (kind or "models") / name).glob("0*"))
-        if not name or not commits:
-            return self.send(404, X_Error_Code="RepoNotFound", X_Error_Message="none")
-        newest = commits[-1]
-        folder = newest if revision in (None, "main") else newest.with_name(revision)
+        if not commits:
+            return self.refuse("RepoNotFound")
+        folder = commits[-1]
+        if revision not in (None, "main"):
+            folder = folder.with_name(revision)
         if not folder.is_dir():
-            return self.send(404, X_Error_Code="RevisionNotFound", X_Error_Message="none")
+            return self.refuse("RevisionNotFound")
         path, commit = folder / (rest or ""), dict(X_Repo_Commit=folder.name)
         if what == "/resolve" and path.is_file():
             content = path.read_bytes()
@@ -62,20 +64,24 @@ class Handler(http.server.BaseHTTPRequestHandler):
             paths = (folder / name for name in names)
         rows = [describe(path, folder) for path in paths if path.exists()]
         if what == "/resolve" or not rows:
-            return self.send(404, X_Error_Code="EntryNotFound", X_Error_Message="none", **commit)
+            return self.refuse("EntryNotFound", **commit)
         self.send(200, json.dumps(rows).encode(), **commit)
 
     do_GET = do_HEAD = do_POST = answer
 
+    def refuse(self, error: str, **headers: str) -> None:
+        self.send(404, X_Error_Code=error, X_Error_Message="none", **headers)
+
     def send(self, code: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(code)
-        for name, value in (headers | {"Content-Length": str(len(body))}).items():
+        for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body if self.command != "HEAD" else b"")
 
     def log_message(self, *words: Any) -> None:
-        self.server.asked.append(f"{self.command} {self.path}")
+        pass
 
 
 class Hub(http.server.ThreadingHTTPServer):
@@ -83,10 +89,10 @@ class Hub(http.server.ThreadingHTTPServer):
 
     def __init__(self, root: Path):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.root, self.asked = root, []
+        self.root = root
         self.delay = 0.0  # seconds before the next answer
         self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def commit(self, kind: str, name: str, number: int = 1) -> Path:
         folder = self.root / kind / name / f"{number:040x}"

@@ -1,4 +1,4 @@
-"""The command line: flags and their bounds, errors as one sentence, refused before any weights load."""
+"""The command line: flags and their bounds, errors as one sentence, before any weights load."""
 
 import contextlib
 import errno
@@ -22,13 +22,14 @@ from data import tasks
 from machinery import cli
 
 pytestmark = pytest.mark.usefixtures("accelerator")
-DIVIDE = [  # script, processes, flags, words of the error
-    (ppo, 64, dict(batch_size=500, num_minibatches=8), ("batch_size=500", "512", "use 512")),
-    (rloo, 2, dict(batch_size=30, num_minibatches=3), ("batch_size=30", "use 24 or 48")),
-    *((x, 1, dict(kl_target=1.0, kl_horizon=102), ("kl_horizon=102",)) for x in (ppo, rloo)),
-    (sft, 2, dict(batch_size=5), ("batch_size=5", "use 4 or 6")),
-    (train_reward, 4, dict(rollout_batch_size=6), ("rollout_batch_size=6", "use 4 or 8")),
-    (train_reward, 1, dict(num_labels=13), ("num_labels=13", "use 12 or 16")),
+LABELS = dict(num_labels=12, batch_size=4)
+DIVIDE = [  # script, processes, flags, the flag that is wrong, what to use
+    (ppo, 64, dict(batch_size=500, num_minibatches=8), "batch_size=500", 512),
+    (rloo, 2, dict(batch_size=30, num_minibatches=3), "batch_size=30", 48),
+    (ppo, 1, dict(kl_target=1.0, kl_horizon=102), "kl_horizon=102", 103),
+    (sft, 2, dict(batch_size=5), "batch_size=5", 6),
+    (train_reward, 4, dict(LABELS, rollout_batch_size=6), "rollout_batch_size=6", 8),
+    (train_reward, 1, dict(LABELS, num_labels=13), "num_labels=13", 16),
 ]
 BAD = [  # a command, words of the error
     ("ppo.py --lr -1e-5", ("lr", "-1e-05")),
@@ -37,21 +38,22 @@ BAD = [  # a command, words of the error
     ("ppo.py --learning-rate=1", ("--learning_rate is --lr",)),
     ("rloo.py --num_generations 8", ("--rloo_k",)),
     ("sft.py --task=sentimental", ("--task", "sentimental", "synthetic")),
-    *((f"{x}.py --seed {2**64}", ("seed", f"{2**64}")) for x in ("sft", "train_reward")),
+    (f"sft.py --seed {2**64}", ("seed", f"{2**64}")),
+    (f"train_reward.py --seed {2**64}", ("seed", f"{2**64}")),
 ]
 MAY_BE_0 = {"seed", "truncate_after", "num_heldout", "lr", "kl_coef", "vf_coef", "weight_decay"}
-MAY_BE_0 |= {"gamma", "lam", "warmup"}
+MAY_BE_0.update(["gamma", "lam", "warmup"])
 OTHER_BOUNDS = dict(rloo_k=1, normalize_samples=1, block_size=3, gamma=1.01, lam=1.01, warmup=1.01)
-OTHER_BOUNDS |= {"unfinished_score": float("-inf")}  # any other number is right
 
 
-@pytest.mark.parametrize(("script", "processes", "changes", "words"), DIVIDE)
-def test_a_size_that_does_not_divide_names_the_next_that_works(script, processes, changes, words):
-    small = dict(num_labels=12, batch_size=4) if script is train_reward else {}
-    args = script.Args(task=tiny.make_task(reward_fn="data.answers:gsm8k"), **small | changes)
-    message = tiny.refuses(lambda: script.check(args, processes), *words)
-    name, right = words[0].split("=")[0], int(message.split()[-1])
-    script.check(replace(args, **{name: right}), processes)
+@pytest.mark.parametrize(("script", "processes", "changes", "wrong", "use"), DIVIDE)
+def test_a_size_that_does_not_divide_names_the_next_that_works(
+    script, processes, changes, wrong, use
+):
+    args = script.Args(task=tiny.make_task(reward_fn="data.answers:gsm8k"), **changes)
+    message = tiny.refuses(lambda: script.check(args, processes), wrong)
+    assert message.endswith(f" {use}")
+    script.check(replace(args, **{wrong.split("=")[0]: use}), processes)
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values())
@@ -60,14 +62,18 @@ def test_every_number_has_its_bounds(script):
     may_be_0 = MAY_BE_0 - ({"lr", "num_heldout"} if script is sft else set())
     for cls, default in ((tasks.Task, task), (script.Args, script.Args(task=task))):
         for name, hint in typing.get_type_hints(cls).items():
-            kinds = {hint, *typing.get_args(hint)} & {int, float}
-            wrong = [float("nan"), float("inf")] if float in kinds else []
-            if kinds and name != "unfinished_score":
-                wrong += [-1, -1e-9 if float in kinds else -1, *[0] * (name not in may_be_0)]
+            kinds = {hint, *typing.get_args(hint)}
+            wrong: list = []
+            if float in kinds:
+                wrong = [float("nan"), float("inf"), float("-inf")]
+            if kinds & {int, float} and name != "unfinished_score":  # any number is right there
+                wrong.append(-1)
+                if name in may_be_0:
+                    replace(default, **{name: 0})
+                else:
+                    wrong.append(0)
             if name in OTHER_BOUNDS:
                 wrong.append(OTHER_BOUNDS[name])
-            if name in may_be_0:
-                replace(default, **{name: 0})
             for value in wrong:
                 with pytest.raises(ValidationError, match=rf"\n{name}\n"):
                     replace(default, **{name: value})
@@ -88,11 +94,9 @@ def run(monkeypatch, capsys):
     """A function that raises an error in a script; returns exit code and stderr."""
     monkeypatch.setattr(sys, "argv", ["/somewhere/ppo.py"])
 
-    def run(error: BaseException, *names: str) -> tuple[int, str]:
+    def run(error: BaseException, name: str = "") -> tuple[int, str]:
         def main(args):
-            with contextlib.ExitStack() as stack:
-                for name in names:
-                    stack.enter_context(cli.about(name))
+            with cli.about(name) if name else contextlib.nullcontext():
                 raise error
 
         with pytest.raises(SystemExit) as stop:
@@ -123,12 +127,12 @@ def test_exit_codes_tell_bad_input_from_bugs(run):
 def test_what_is_raised_about_a_flag_ends_with_its_traceback_and_then_one_sentence(run):
     """Also if the user's code calls sys.exit; our own sentences have no traceback."""
     for error in (KeyError("mood"), OSError("no such file"), SystemExit(0)):
-        words = f"{type(error).__name__}: {error}"
-        code, message = run(error, "--label_dataset x.jsonl", "row 3")
+        name = type(error).__name__
+        code, message = run(error, "--label_dataset x.jsonl")
         *above, last = message.splitlines()
-        assert (code, last) == (2, f"ppo.py: error: --label_dataset x.jsonl: row 3: {words}")
-        assert above[0].startswith("Traceback") and above[-1].startswith(type(error).__name__)
-        assert sum("Traceback" in line for line in above) == 1
+        assert (code, last) == (2, f"ppo.py: error: --label_dataset x.jsonl: {name}: {error}")
+        assert above[0].startswith("Traceback") and above[-1].startswith(name)
+        assert message.count("Traceback") == 1
     message = run(cli.InputError("is too small"), "--base_model x")[1]
     assert message == "ppo.py: error: --base_model x: is too small\n"
 
@@ -151,11 +155,7 @@ MISTAKES = [  # scripts, flags, words of the error
     (("sft",), dict(block_size=64, response_length=50), ("66", "64")),  # 64 / 4 + 50
     (("sft",), dict(query_dataset="twice.txt"), ("--num_heldout", "4 of 9", "leaves 0", "4")),
     (("train_reward",), dict(label_dataset="nowhere.json"), ("--label_dataset nowhere.json",)),
-    (
-        ("train_reward",),
-        dict(label_dataset="long.json"),
-        ("num_labels=12", "--label_dataset has only 0"),
-    ),
+    (("train_reward",), dict(label_dataset="long.json"), ("num_labels=12", "has only 0")),
     (("train_reward",), dict(num_labels=20), ("16", "num_labels=20")),
     (("train_reward",), dict(label_tokenizer="./nowhere"), ("--label_tokenizer ./nowhere: ",)),
 ]
@@ -165,7 +165,6 @@ MISTAKES = [(script, *rest) for scripts, *rest in MISTAKES for script in scripts
 @pytest.mark.parametrize(("script", "flags", "words"), MISTAKES)
 def test_bad_input_is_refused_before_any_weights(script, flags, words, start, no_weights, tmp_path):
     (tmp_path / "blank.txt").write_text("\n  \n\n\t\n")
-    (tmp_path / "file.txt").write_text("Anna saw a cat.\n")
     (tmp_path / "twice.txt").write_text("Anna saw a cat.\n" * 120)  # equal blocks
     (tmp_path / "broken.py").write_text("import json\njson.loads('{')\n")
     row = dict(query=[1] * 60, sample0=[1] * 10, sample1=[2], best=0)
@@ -181,7 +180,7 @@ SETTINGS = {  # task → (query, response, temperature, stop, from, prefix, suff
     "tldr": (512, 53, 0.7, "<|endoftext|>", 0, "", ""),
 } | dict.fromkeys(("sentiment", "descriptiveness", "synthetic"), STYLE)
 STYLE = (1e-5, 1_000_000, 512, 0.15, 6.0, 10_000, True), (5e-5, 32, 4992)
-PPO_SETTINGS = {  # task → (lr, episodes, batch, β, target, horizon, whitening), (lr, batch, labels)
+PPO_SETTINGS = {  # (lr, episodes, batch, β, target, horizon, whitening), (lr, batch, labels)
     "sentiment": STYLE,
     "descriptiveness": STYLE,
     "cnndm": ((2e-6, 1_000_000, 32, 0.01, None, 10_000, False), (2.5e-5, 16, 46_000)),
@@ -217,9 +216,9 @@ def test_ppo_and_reward_training_have_their_published_settings(name):
     assert values(args, "lr batch_size num_labels") == of_rewards
 
 
-@pytest.mark.parametrize("name", ["cnndm", "tldr"])
 @pytest.mark.parametrize("script", SCRIPTS.values())
-def test_help_shows_the_resolved_defaults_of_the_task(script, name, capsys, monkeypatch):
+def test_help_shows_the_resolved_defaults_of_the_task(script, capsys, monkeypatch):
+    name = "cnndm"
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         parse(script, "--task", name, "--help")

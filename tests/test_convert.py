@@ -181,15 +181,6 @@ def test_values_that_json_does_not_have_become_texts(here):
     assert found == dict(text="a", at="2024-01-02 00:00:00", cost="1.50", raw="b'x'")
 
 
-def test_types_of_other_files_are_not_guessed(hub, here):
-    write("folder/a.tsv", "text\tanswer\nNA\t007\n")
-    (hub.commit("datasets", "owner/rows") / "train.csv").write_text("text,answer\nNA,007\n")
-    Path("a.csv.gz").write_bytes(gzip.compress(b"text,answer\nNA,007\n"))
-    for i, source in enumerate(("folder", "owner/rows", "a.csv.gz")):
-        main(Args(source, Path(f"{i}.jsonl")))
-        assert json.loads(Path(f"{i}.jsonl").read_text()) == dict(text="NA", answer="007")
-
-
 def test_the_pages_functions_make_rows_of_other_forms():
     functions: dict = {}
     for code in blocks("docs/data.md", "python"):
@@ -207,11 +198,6 @@ def test_the_pages_functions_make_rows_of_other_forms():
     expected = [dict(prompt=[USER], completion=[BLUE])]
     expected += [dict(prompt=[USER, BLUE, NIGHT], completion=[GREEN])]
     assert list(functions["turns"](dict(messages=messages))) == expected
-
-
-def test_messages_in_a_text_are_refused_with_the_page(chat, capsys):
-    refuses(partial(convert, [{"prompt": json.dumps([USER])}], **chat), "no row")
-    assert "JSON in a text: see docs/data.md" in capsys.readouterr().out
 
 
 def test_special_tokens_in_messages_are_counted_and_can_be_left_out(chat, capsys):

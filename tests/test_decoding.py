@@ -1,6 +1,7 @@
-"""machinery/decoding.py: logits with a static cache, and samples, are those of the plain model (G4)."""
+"""machinery/decoding.py: logits with a static cache, and samples, as the plain model has (G4)."""
 
 import inspect
+import math
 import re
 import textwrap
 
@@ -15,20 +16,23 @@ from utils import TokenIds, truncate
 
 OTHERS = ("gemma2", "opt", "gptj", "deepseek_v3")  # whose values are narrower than its keys
 KINDS: list = [(kind, {}) for kind in (*tiny.KINDS, *OTHERS, *tiny.HYBRIDS)]
-KINDS.append(("gpt_neo", dict(window_size=13)))  # local attention, as wide as context and response
-KINDS.append(("mistral", dict(sliding_window=6)))  # narrower than the contexts
-KINDS.append(
-    ("gemma2", dict(sliding_window=20))
-)  # in one of two layers; full after the first block
+# Local attention as wide as context and response; windows narrower than the contexts, and in one of
+# two layers, full after the first block of columns:
+KINDS += [
+    ("gpt_neo", dict(window_size=13)),
+    ("mistral", dict(sliding_window=6)),
+    ("gemma2", dict(sliding_window=20)),
+]
 LENGTH = 5  # tokens of a response
 CONTEXTS = tiny.make_contexts([8, 3, 5, 8, 1], 11).repeat(3, 1)  # 3 columns are pads
 
 
-def next_logits(lm, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+@torch.no_grad()
+def next_logits(lm, tokens: torch.Tensor) -> torch.Tensor:
     """Logits [B, V] after sequences [B, T] by the plain model, without a cache."""
     mask = tokens != tiny.PAD
-    inputs = dict(attention_mask=mask, position_ids=position_ids, use_cache=False)
-    return lm(tokens.masked_fill(~mask, 0), **inputs).logits[:, -1].float()
+    inputs = dict(attention_mask=mask, position_ids=mask.cumsum(dim=1) - mask.long())
+    return lm(tokens.masked_fill(~mask, 0), use_cache=False, **inputs).logits[:, -1].float()
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
@@ -36,9 +40,10 @@ def next_logits(lm, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.T
 def test_G4_decoder_gives_the_logits_of_the_plain_model(kind, settings, bf16, monkeypatch):
     """With any ids as padding, prompts that repeat, a cache that grows."""
     monkeypatch.setattr(decoding, "BLOCK", 3)
-    lm, read = tiny.make_lm(kind, **settings), []
-    tokens, mask = CONTEXTS, CONTEXTS != tiny.PAD
+    lm = tiny.make_lm(kind, **settings)
+    mask = CONTEXTS != tiny.PAD
     responses = tiny.make_responses(15, LENGTH)
+    read = []
 
     def keep_shape(module, args):
         read.append(tuple(args[0].shape))
@@ -46,61 +51,57 @@ def test_G4_decoder_gives_the_logits_of_the_plain_model(kind, settings, bf16, mo
     limit = 1e-5
     if bf16:
         limit = 0.1 if kind in tiny.HYBRIDS else 0.03  # the plain hybrid itself is off by as much
-    pads = torch.randint(-1, 999, tokens.shape)
-    batch = decoding.DecodingBatch(lm, tokens.where(mask, pads), mask, LENGTH)
+    pads = torch.randint(-1, 999, CONTEXTS.shape)
+    batch = decoding.DecodingBatch(lm, CONTEXTS.where(mask, pads), mask, LENGTH)
     for step in range(LENGTH):
-        mask = tokens != tiny.PAD
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            expected = next_logits(lm, tokens, mask.cumsum(dim=1) - mask.long())
+        tokens = torch.cat([CONTEXTS, responses[:, :step]], dim=1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            expected = next_logits(lm, tokens)
             handle = lm.get_input_embeddings().register_forward_pre_hook(keep_shape)
             logits = batch.next_logits()
             handle.remove()
         assert logits.shape == (15, tiny.VOCAB) and logits.dtype == torch.float32
         error = (logits - expected).norm(dim=1) / expected.norm(dim=1)
         assert error.max() < limit, step
-        tokens = torch.cat([tokens, responses[:, step : step + 1]], dim=1)
         batch.append(responses[:, step])
     first = (1, 25) if lm.base_model.max_unpadded else (5, 8)  # distinct prompts, real tokens only
     assert read == [first] + [(15, 1)] * (LENGTH - 1)
 
 
-def end_soon(patch: pytest.MonkeyPatch, calls: list) -> None:
-    """Make token 0 likely, at which responses of EOS tasks end; note how many rows are computed."""
-    compute = decoding.DecodingBatch.next_logits
-
-    def next_logits(batch: decoding.DecodingBatch) -> torch.Tensor:
-        logits = compute(batch)
-        calls.append((len(batch.rows), batch.length))
-        logits[:, 0] = logits.logsumexp(dim=-1) - 2.5  # about 0.05
-        return logits
-
-    patch.setattr(decoding.DecodingBatch, "next_logits", next_logits)
-
-
 @pytest.mark.parametrize("number", range(len(KINDS)))
 def test_G4_responses_that_have_ended_leave_the_batch(number, monkeypatch):
     """Up to their ends all are the same to the bit as when none leaves, whatever the batch size."""
-    (kind, settings), size, bf16 = KINDS[number], (1, 17, 40)[number % 3], number % 2 == 1
+    kind, settings = KINDS[number]
+    size = (1, 17, 40)[number % 3]
     monkeypatch.setattr(decoding, "BLOCK", 16)
-    lm, calls = tiny.make_lm(kind, **settings), []
-    end_soon(monkeypatch, calls)
+    compute = decoding.DecodingBatch.next_logits
+    rows = []  # that are computed for each token
+
+    def likely_to_end(batch: decoding.DecodingBatch) -> torch.Tensor:
+        logits = compute(batch)
+        rows.append(len(logits))
+        logits[:, 0] = logits.logsumexp(dim=-1) - 2.5  # about 0.05; an EOS task ends there
+        return logits
+
+    monkeypatch.setattr(decoding.DecodingBatch, "next_logits", likely_to_end)
+    lm = tiny.make_lm(kind, **settings)
     inputs = tiny.make_contexts([8, 3, 5, 8, 1] * 8, 8)[:size], tiny.uniform(50, size)
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=number % 2 == 1):
         full = tiny.sample(lm, *inputs)
-        assert [rows for rows, _ in calls] == [size] * 50
+        assert rows == [size] * 50
         for after in (0, 4):
-            calls.clear()
+            rows.clear()
             found = tiny.sample(lm, *inputs, eos_task=True, truncate_after=after)
             ids = TokenIds(tiny.PAD, [0], [], [], after)
             expected, ended = truncate(full, ids)
             assert torch.equal(truncate(found, ids)[0], expected)
-            last = (expected != tiny.PAD).sum(dim=1)
-            sizes = [rows for rows, _ in calls]
-            for t, rows in enumerate(sizes):  # checked after every 16 tokens
-                left = int((last > t // 16 * 16).sum() + (~ended & (last == t // 16 * 16)).sum())
-                assert rows == min(max(left, decoding.MIN_ROWS), size)
-            assert len(sizes) == min(-(-int(last.max()) // 16) * 16, 50) or not ended.all()
-        assert size < 40 or sizes[-1] < 40
+            lengths = (expected != tiny.PAD).sum(dim=1).masked_fill(~ended, 50)
+            for begin in range(0, len(rows), 16):  # checked after every 16 tokens
+                left = int((lengths > begin).sum())
+                expected_rows = min(max(left, decoding.MIN_ROWS), size)
+                assert set(rows[begin : begin + 16]) == {expected_rows}
+            assert len(rows) == min(math.ceil(lengths.max() / 16) * 16, 50)
+        assert size < 40 or rows[-1] < 40
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -108,10 +109,8 @@ def test_G4_generate_samples_what_a_loop_without_a_cache_does(kind):
     lm, tokens = tiny.make_lm(kind), CONTEXTS
     torch.manual_seed(0)
     for _ in range(LENGTH):
-        mask = tokens != tiny.PAD
-        with torch.no_grad():
-            logits = next_logits(lm, tokens, mask.cumsum(dim=1) - mask.long())
-        new = torch.multinomial((logits / 0.7).softmax(dim=-1), num_samples=1)
+        probs = (next_logits(lm, tokens) / 0.7).softmax(dim=-1)
+        new = torch.multinomial(probs, num_samples=1)
         tokens = torch.cat([tokens, new], dim=1)
     torch.manual_seed(0)
     found = decoding.generate(lm, CONTEXTS, tiny.PAD, LENGTH, 0.7)

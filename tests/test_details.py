@@ -2,6 +2,7 @@
 L is in test_rloo.py, flags (X2, X8, X13, X14) are in test_flags.py, patches in test_diffs.py.
 Functions that ppo.py and rloo.py share are tested once (test_twins.py)."""
 
+import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,28 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from tiny import EOS, KINDS, PAD, WORDS
+from tiny import (
+    EOS,
+    IDS,
+    KINDS,
+    PAD,
+    WORDS,
+    Recorder,
+    assert_gradients,
+    both,
+    make_args,
+    make_contexts,
+    make_lm,
+    make_policy,
+    make_responses,
+    make_reward,
+    make_rollout,
+    make_task,
+    noisy_rollout,
+    refuses,
+    run_alone,
+    write_model,
+)
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from transformers import AutoTokenizer
@@ -46,7 +68,7 @@ def test_G2_pad_is_one_past_the_vocabulary_and_the_embedding_is_not_resized(task
     assert load_tokenizer(own, 5)[1].pad == WORDS + 1
     tokenizer.add_tokens("<another>")
     tokenizer.save_pretrained(tmp_path)
-    tiny.refuses(lambda: load_tokenizer(own, 5), f"{WORDS + 2} tokens", "resize the embeddings")
+    refuses(lambda: load_tokenizer(own, 5), f"{WORDS + 2} tokens", "resize the embeddings")
 
 
 def sample(lm, contexts, length, temperature):
@@ -56,8 +78,8 @@ def sample(lm, contexts, length, temperature):
 
 def test_G4_a_response_has_its_exact_length_whatever_the_generation_config_says():
     """From the whole vocabulary, also after an EOS (0), and never a pad."""
-    lm = tiny.make_lm(vocab=7)
-    contexts = tiny.make_contexts([3, 1], 3, vocab=7).repeat(200, 1)
+    lm = make_lm(vocab=7)
+    contexts = make_contexts([3, 1], 3, vocab=7).repeat(200, 1)
     found = sample(lm, contexts, 9, 1.5)
     assert found.shape == (400, 9)
     assert found.unique().tolist() == [0, 1, 2, 3, 4, 5, 6]
@@ -77,7 +99,7 @@ def test_G4_a_response_has_its_exact_length_whatever_the_generation_config_says(
 
 def test_G4_P1_sampled_tokens_follow_softmax_of_logits_over_temperature():
     """Chi-square with 9 degrees of freedom is below 27.88 in 99.9% of all cases."""
-    lm = tiny.make_lm(vocab=10)
+    lm = make_lm(vocab=10)
     logits = lm(torch.tensor([[3, 8]])).logits[0, -1]
     contexts = torch.tensor([[10, 10, 3, 8]]).expand(20_000, -1)
     counts = torch.bincount(sample(lm, contexts, 1, 2.0)[:, 0], minlength=10)
@@ -89,26 +111,30 @@ def test_G4_P1_sampled_tokens_follow_softmax_of_logits_over_temperature():
 
 def test_G4_a_token_of_probability_zero_is_never_sampled():
     never = float("-inf")
-    logits = torch.tensor([never, never, 0.0, never, 0.0, 1e-3, never, never])
+    logits = torch.tensor([[never, never, 0.0, never, 0.0, 1e-3, never, never]])
     border = 1 / (2 + math.exp(1e-3))  # between the first two possible tokens
-    uniform = torch.tensor([0.0, 5e-324, border, 1 - 2**-53, 1 - 2**-24], dtype=torch.float64)
-    tokens = utils.sample_token(logits.expand(5, -1), uniform).tolist()
-    assert tokens[:2] + tokens[3:] == [2, 2, 5, 5]
-    assert tokens[2] in (2, 4)  # never the 3 between them
+    for uniform, possible in (
+        (0.0, [2]),
+        (5e-324, [2]),
+        (border, [2, 4]),  # never the 3 between them
+        (1 - 2**-53, [5]),
+        (1 - 2**-24, [5]),
+    ):
+        uniform = torch.tensor([uniform], dtype=torch.float64)
+        assert utils.sample_token(logits, uniform).item() in possible
 
 
-def test_G4_a_token_is_that_of_the_cdf_in_float64_and_does_not_depend_on_the_batch():
+@pytest.mark.parametrize("vocab", [61, 256, 257, 5000])
+def test_G4_a_token_is_that_of_the_cdf_in_float64_and_does_not_depend_on_the_batch(vocab):
     generator = torch.Generator().manual_seed(0)
-    same = 0
-    for vocab in (61, 256, 257, 5000):
-        logits = 4 * torch.randn(480, vocab, generator=generator)
-        uniform = torch.rand(480, generator=generator, dtype=torch.float64)
-        tokens = utils.sample_token(logits, uniform)
-        cdf = logits.double().softmax(dim=-1).cumsum(dim=-1)
-        same += ((cdf < uniform[:, None]).sum(dim=1) == tokens).sum().item()
-        for i in range(0, 480, 9):
-            assert utils.sample_token(logits[i : i + 1], uniform[i : i + 1]) == tokens[i]
-    assert same >= 1900  # of 1920
+    logits = 4 * torch.randn(480, vocab, generator=generator)
+    uniform = torch.rand(480, generator=generator, dtype=torch.float64)
+    tokens = utils.sample_token(logits, uniform)
+    cdf = logits.double().softmax(dim=-1).cumsum(dim=-1)
+    expected = (cdf < uniform[:, None]).sum(dim=1)
+    assert (tokens == expected).sum() >= 475
+    for i in range(0, 480, 9):
+        assert utils.sample_token(logits[i : i + 1], uniform[i : i + 1]) == tokens[i]
 
 
 def test_G4_logits_that_are_nan_give_a_token():
@@ -117,18 +143,20 @@ def test_G4_logits_that_are_nan_give_a_token():
     assert ((tokens >= 0) & (tokens < 300)).all()
 
 
-@tiny.both
+@both
 def test_X10_the_rollout_batch_size_never_changes_what_is_sampled(script):
-    lm = tiny.make_lm()
-    contexts = tiny.make_contexts([2, 8, 5, 1, 8, 3], 8)
+    lm = make_lm()
+    contexts = make_contexts([2, 8, 5, 1, 8, 3], 8)
     uniform = tiny.uniform(5, 6)
-    sampled = []
-    for size in (1, 4, 6):
-        args = tiny.make_args(script=script, rollout_batch_size=size)
-        sampled.append(script.sample_in_batches(lm, contexts, uniform, tiny.IDS, args))
-    assert torch.equal(sampled[0], sampled[2])
-    assert torch.equal(sampled[1], sampled[2])
-    assert len(sampled[0].unique(dim=0)) == 6
+
+    def sampled(size):
+        args = make_args(script=script, rollout_batch_size=size)
+        return script.sample_in_batches(lm, contexts, uniform, IDS, args)
+
+    expected = sampled(6)
+    assert torch.equal(sampled(1), expected)
+    assert torch.equal(sampled(4), expected)
+    assert len(expected.unique(dim=0)) == 6
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo", "train_reward"])
@@ -139,14 +167,14 @@ def test_G5_the_learning_rate_falls_linearly_over_a_number_of_updates_rounded_up
     assert rates == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
 
 
-@tiny.both
+@both
 def test_G6_every_process_has_its_own_seed_for_queries_samples_and_minibatches(script, monkeypatch):
     """seed + 100003 * rank. Evaluations, before and after, take their parts of the same numbers."""
     rows = Mock(wraps=script.query_rows)
     numbers = Mock(wraps=script.random_numbers)
     orders = Mock(wraps=script.epoch_order)
     spies = dict(query_rows=rows, random_numbers=numbers, epoch_order=orders)
-    args = tiny.make_args(script=script, total_episodes=8, num_ppo_epochs=1)
+    args = make_args(script=script, total_episodes=8, num_ppo_epochs=1)
     monkeypatch.setattr("machinery.distributed.own_rows", lambda *_: slice(None))
     for rank in (0, 2):
         monkeypatch.setattr("accelerate.Accelerator.process_index", rank)
@@ -158,17 +186,11 @@ def test_G6_every_process_has_its_own_seed_for_queries_samples_and_minibatches(s
     assert seeds == [[1, 0, 2], [200_007, 0, 2]]
 
 
-def test_rows_and_minibatches_are_permuted_by_other_random_numbers():
-    """Eight queries in update 0, and a batch of eight: the seeds [1, 0] would give one permutation."""
-    order = ppo.epoch_order(1, 8, np.random.default_rng([1, 0, 2]))
-    assert order.tolist() != utils.query_rows(8, 8, 1, 0).tolist()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 def test_G1_R1_a_reward_is_of_the_last_real_token_whatever_the_padding_and_the_batch(kind):
     """And there is one for each token, as there is a value (P1)."""
-    model = tiny.make_reward(kind)
+    model = make_reward(kind)
     rows = [[3, 4, 5], [7], [8, 9, 10, 11, 12], [7, 7]]
     of_tokens = []
     for row in rows:
@@ -201,14 +223,16 @@ def test_R2_a_new_reward_model_has_the_language_models_backbone_and_a_new_head(t
     model = train_reward.new_reward_model(task.base_model, WORDS)
     assert_close(model.backbone.state_dict(), lm.state_dict(), atol=0, rtol=0)
     assert model.head.weight.std().item() == pytest.approx(1 / math.sqrt(33), rel=0.4)  # 32 numbers
-    assert (model.head.bias.item(), model.gain.item(), model.bias.item()) == (0, 1, 0)
+    assert model.head.bias.item() == 0
+    assert model.gain.item() == 1
+    assert model.bias.item() == 0
 
 
 def test_R3_samples_of_one_reward_cannot_be_normalized():
-    model = tiny.make_reward()
+    model = make_reward()
     torch.nn.init.zeros_(model.head.weight)
-    responses = tiny.make_responses(8, 5)
-    tiny.refuses(lambda: train_reward.normalize(model, responses, 36), "the same reward")
+    responses = make_responses(8, 5)
+    refuses(lambda: train_reward.normalize(model, responses, 36), "the same reward")
 
 
 def test_R3_X9_the_policys_samples_end_in_eos_tasks_only(runs, accelerator, monkeypatch):
@@ -222,35 +246,32 @@ def test_R3_X9_the_policys_samples_end_in_eos_tasks_only(runs, accelerator, monk
         return train_reward.sample_policy(replace(args, task=task), tokenizer, ids, accelerator)
 
     first, second = samples(truncate_token=".")
-    queries = first[:, :16]
-    responses = first[:, 16:]
-    assert first.shape == second.shape == (8, 16 + 5)
+    queries, responses = first.split([16, 5], dim=1)
+    assert first.shape == second.shape == (8, 21)
     assert (responses != WORDS).all()
     assert not torch.equal(queries, second[:, :16])
     assert not torch.equal(responses, second[:, 16:])
     end = responses[0, 1].item()  # a token that was sampled
     text = AutoTokenizer.from_pretrained("sft").decode(end)
     cut, _ = samples(truncate_token=text, eos_task=True)
-    assert torch.equal(cut[:, :16], queries)
-    for row, expected in zip(cut[:, 16:].tolist(), responses.tolist(), strict=True):
-        if end in expected:
-            expected = expected[: expected.index(end) + 1]
-        assert row == expected + [WORDS] * (5 - len(expected))
+    expected, _ = utils.truncate(responses, utils.TokenIds(WORDS, [end], [], []))
+    assert (expected == WORDS).any()
+    assert torch.equal(cut, torch.cat([queries, expected], dim=1))
 
 
-@tiny.both
+@both
 @pytest.mark.parametrize("kind", KINDS)
 def test_G3_P1_log_probabilities_and_entropies_are_of_logits_over_temperature(kind, script):
     """As of each text alone. At exactly the response tokens, 0 at padding. Values, too (G1)."""
-    policy = tiny.make_policy(kind, temperature=0.5, script=script).train()
-    contexts = tiny.make_contexts([2, 6, 4], 6)
-    responses = tiny.make_responses(3, 4)
+    policy = make_policy(kind, temperature=0.5, script=script).train()
+    contexts = make_contexts([2, 6, 4], 6)
+    responses = make_responses(3, 4)
     responses[1, 2:] = PAD
     ours = policy(contexts, responses)
     assert len(ours) == (3 if script is ppo else 2)
     assert not ours[1].requires_grad
     for i, n in enumerate((4, 2, 4)):
-        expected = tiny.run_alone(policy, contexts[i], responses[i])
+        expected = run_alone(policy, contexts[i], responses[i])
         for mine, theirs in zip(ours, expected, strict=True):
             assert_near(mine[i, :n], theirs)
             assert not mine[i, n:].any()
@@ -265,7 +286,7 @@ def test_P1_gpt2_gives_the_log_probabilities_of_the_blog():
 
 
 def test_P2_the_value_head_starts_at_zero():
-    policy = ppo.PolicyAndValue(tiny.make_lm(), PAD, 0.7)
+    policy = ppo.PolicyAndValue(make_lm(), PAD, 0.7)
     assert not policy.value_head.weight.any() and not policy.value_head.bias.any()
 
 
@@ -277,7 +298,7 @@ def test_P3_an_end_closes_a_word_also_where_a_text_begins():
 @pytest.mark.parametrize("kind", KINDS)
 def test_P4_no_dropout_even_after_train(kind, tmp_path):
     """All models of a checkpoint that asks for dropout 0.5, which would show."""
-    folder = str(tiny.write_model(tmp_path / "m", kind, dropout=0.5))
+    folder = str(write_model(tmp_path / "m", kind, dropout=0.5))
     reward = train_reward.new_reward_model(folder, WORDS)
     reward.config.backbone = tiny.config(kind, vocab=WORDS, dropout=0.5)
     reward.save_pretrained(tmp_path / "r")
@@ -294,19 +315,18 @@ def test_P4_no_dropout_even_after_train(kind, tmp_path):
             assert not isinstance(module, torch.nn.Dropout) or module.p == 0
 
 
-@tiny.both
+@both
 def test_P7_every_epoch_but_the_first_is_a_fresh_permutation_of_the_batch(script, runs):
     """In rloo.py, a minibatch has all responses to a query, side by side."""
     orders = []
-    for epochs in runs.epochs[script.__name__]:  # of an update
-        for first, second in epochs:
-            assert len(first) == len(second) == 4
-            orders.append([*first.tolist(), *second.tolist()])
+    for first, second in itertools.chain(*runs.epochs[script.__name__]):
+        assert len(first) == len(second) == 4
+        orders.append([*first.tolist(), *second.tolist()])
     assert len(orders) == 3 * 2  # updates * epochs
     for order in orders:
         assert sorted(order) == list(range(8))
     assert orders[0] == orders[2] == orders[4] == list(range(8))
-    assert len({tuple(order) for order in orders}) == 4
+    assert len(set(map(tuple, orders))) == 4
     if script is rloo:
         groups = torch.tensor(orders[1]).view(-1, 2) // 2  # rloo_k = 2
         assert (groups == groups[:, :1]).all()
@@ -344,7 +364,7 @@ def naive_gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float)
     return advantages
 
 
-@tiny.both
+@both
 def test_P11_beta_moves_once_an_update_after_training_from_the_logged_kl(script, runs):
     """Batch 8, horizon 10000; the KL is far below its target: a factor of 1 - 0.2 * 0.0008."""
     lines = runs.metrics[script.__name__]
@@ -353,16 +373,16 @@ def test_P11_beta_moves_once_an_update_after_training_from_the_logged_kl(script,
     assert [line["objective/kl_coef"] for line in lines] == pytest.approx(expected)
 
 
-@tiny.both
+@both
 def test_X9_logits_are_computed_at_real_response_tokens_only(script):
-    policy = tiny.make_policy(script=script)
+    policy = make_policy(script=script)
     shapes = []
     policy.lm.lm_head.register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape))
     responses = torch.full((3, 40), PAD)
     responses[0, :4] = 7
     responses[1, :1] = 7
     responses[2, :2] = 7
-    policy(tiny.make_contexts([8, 3, 5], 8), responses)
+    policy(make_contexts([8, 3, 5], 8), responses)
     assert shapes == [(7, 32)]
 
 
@@ -380,13 +400,13 @@ def eos_responses() -> torch.Tensor:
 
 def eos_run(script):
     """`main` for one minibatch in uneven micro-batches; scores are 1, 2, 3, ...: rollout, run."""
-    task = tiny.make_task(eos_task=True, truncate_after=0)
-    args = tiny.make_args(
+    task = make_task(eos_task=True, truncate_after=0)
+    args = make_args(
         task, script, total_episodes=8, num_ppo_epochs=1, num_minibatches=1, micro_batch_tokens=36
     )
     if script is ppo:
         args = replace(args, gamma=0.9, lam=0.8)
-    policy = tiny.make_policy(script=script)
+    policy = make_policy(script=script)
     rollouts = []
     run = tiny.start(
         script,
@@ -394,29 +414,29 @@ def eos_run(script):
         policy,
         responses=[eos_responses()],
         reward=lambda queries, responses: torch.arange(1.0, 1 + len(queries)),
-        AdamTF=tiny.Recorder,
-        Rollout=tiny.noisy_rollout(script, rollouts),
+        AdamTF=Recorder,
+        Rollout=noisy_rollout(script, rollouts),
     )
     return run, rollouts[1], policy  # the first rollout is the evaluation's
 
 
-@tiny.both
+@both
 def test_X9_L2_the_mask_ends_with_eos_the_score_sits_there_minus_beta_times_the_kl(script):
     """Of each token in ppo.py, summed in rloo.py. A missing EOS costs the penalty."""
-    task = tiny.make_task(eos_task=True, truncate_after=0)
-    args = tiny.make_args(task, script)
-    policy = tiny.make_policy(script=script)
-    ref = tiny.make_policy(seed=3, script=script)
+    task = make_task(eos_task=True, truncate_after=0)
+    args = make_args(task, script)
+    policy = make_policy(script=script)
+    ref = make_policy(seed=3, script=script)
     reward = lambda queries, responses: torch.arange(1.0, 9.0)  # noqa: E731
     inputs = dict(ref=ref, reward=reward, responses=eos_responses())
-    rollout = tiny.make_rollout(policy, args, script, kl_coef=0.15, **inputs)
+    rollout = make_rollout(policy, args, script, kl_coef=0.15, **inputs)
     assert rollout.scores.tolist() == [1, 2, 3, -1, 5, 6, 7, -1]
     assert rollout.finished.tolist() == [end is not None for end in ENDS]
     for i, n in enumerate(REAL):
         assert rollout.mask[i].tolist() == [True] * n + [False] * (5 - n)
         assert (rollout.responses[i, n:] == PAD).all()
         given = rollout.contexts[i], rollout.responses[i]
-        kl = tiny.run_alone(policy, *given)[0] - tiny.run_alone(ref, *given)[0]
+        kl = run_alone(policy, *given)[0] - run_alone(ref, *given)[0]
         expected = -0.15 * kl
         expected[-1] += rollout.scores[i]
         assert not rollout.logprobs[i, n:].any()
@@ -432,23 +452,33 @@ def test_X9_L2_the_mask_ends_with_eos_the_score_sits_there_minus_beta_times_the_
 def test_X9_P6_P8_P10_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged_rows():
     """By gamma 0.9, lambda 0.8, clipping at 0.2, vf_coef 0.1: a mean of means would differ."""
     run, rollout, policy = eos_run(ppo)
-    fields = torch.stack([rollout.rewards, rollout.values, rollout.logprobs, rollout.kl])
+    num_tokens = sum(REAL)
+
     # Of all real tokens, one response after the other:
-    rewards, old_values, old_logprobs, kl = fields[:, rollout.mask].double().numpy()
+    def flat(x):
+        return x[rollout.mask].double().numpy()
+
+    rewards = flat(rollout.rewards)
+    old_values = flat(rollout.values)
+    old_logprobs = flat(rollout.logprobs)
     mean = rewards.mean()
     scaled = (rewards - mean) / math.sqrt(rewards.var() + 1e-8) + mean
-    advantages = np.zeros(len(rewards))
+    advantages = np.zeros(num_tokens)
+    logprobs = []
+    entropies = []
+    values = []
     begin = 0
-    for n in REAL:
+    for i, n in enumerate(REAL):
         part = slice(begin, begin + n)
         advantages[part] = naive_gae(scaled[part], old_values[part], 0.9, 0.8)
         begin += n
+        of_tokens = run_alone(policy, rollout.contexts[i], rollout.responses[i])
+        logprobs += of_tokens[0]
+        entropies += of_tokens[1]
+        values += of_tokens[2]
     returns = advantages + old_values
     advantages = (advantages - advantages.mean()) / math.sqrt(advantages.var() + 1e-8)
 
-    texts = zip(rollout.contexts, rollout.responses, strict=True)
-    alone = [tiny.run_alone(policy, *text) for text in texts]
-    logprobs, entropies, values = (torch.cat(x) for x in zip(*alone, strict=True))
     pg = []
     vf = []
     ratios = []
@@ -468,18 +498,19 @@ def test_X9_P6_P8_P10_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged
         vf.append(0.5 * torch.max(error, clipped))
         vf_clipped += (clipped > error).item()
         ratios.append(ratio.item())
-    assert len(branches) == 6 and 2 < vf_clipped < 20
-    pg_loss = torch.stack(pg).mean()
-    vf_loss = torch.stack(vf).mean()
-    tiny.assert_gradients(run, policy, pg_loss + 0.1 * vf_loss)
+    assert len(branches) == 6
+    assert 2 < vf_clipped < 20
+    pg_loss = sum(pg) / num_tokens
+    vf_loss = sum(vf) / num_tokens
+    assert_gradients(run, policy, pg_loss + 0.1 * vf_loss)
 
     ratios = np.array(ratios)
     scores = [1, 2, 3, -1, 5, 6, 7, -1]
-    num_tokens = sum(REAL)
+    kl = rollout.kl.sum().item() / 8
     expected = {
         "ppo/loss/policy_avg": pg_loss.item(),
         "ppo/loss/value_avg": vf_loss.item(),
-        "ppo/policy/entropy_avg": entropies.mean().item(),
+        "ppo/policy/entropy_avg": (sum(entropies) / num_tokens).item(),
         "ppo/policy/approxkl_avg": np.mean(np.log(ratios) ** 2) / 2,
         "ppo/policy/clipfrac_avg": pg_clipped / num_tokens,
         "ppo/val/clipfrac": vf_clipped / num_tokens,
@@ -489,12 +520,12 @@ def test_X9_P6_P8_P10_gradients_and_metrics_are_those_of_a_slow_loop_over_ragged
         "ppo/returns/var": returns.var(),
         "ppo/val/mean": old_values.mean(),
         "ppo/val/var": old_values.var(),
-        "objective/kl": kl.sum() / 8,
+        "objective/kl": kl,
         "objective/entropy": -old_logprobs.sum() / 8,
         "objective/ended": 6 / 8,
         "objective/scores": np.mean(scores),
         "objective/scores_std": np.std(scores),
-        "objective/rlhf_reward": np.mean(scores) - 0.15 * kl.sum() / 8,
+        "objective/rlhf_reward": np.mean(scores) - 0.15 * kl,
         "objective/response_length": num_tokens / 8,
     }
     found = {name: run.metrics[0][name] for name in expected}
@@ -517,24 +548,24 @@ def test_P5_a_response_is_cut_after_the_first_of_several_ends():
 
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 @pytest.mark.parametrize("log_ratio", [0.1, 3.0, 89.0, 120.0])
-@tiny.both
+@both
 def test_a_probability_ratio_of_any_size_has_a_finite_gradient(script, log_ratio, advantage):
     """exp(89) is inf in fp32, whose gradient is NaN where the clip gives 0, or at advantage 0."""
     zero = torch.zeros(1, 1)
     old = SimpleNamespace(logprobs=zero, values=zero, mask=zero == 0)
     logprobs = torch.full((1, 1), log_ratio, requires_grad=True)
     advantages = torch.full((1, 1), advantage)
-    args = tiny.make_args(script=script)
+    args = make_args(script=script)
     if script is ppo:
         loss, _, stats = ppo.ppo_losses(logprobs, zero, old, advantages, zero, torch.ones(()), args)
     else:
         loss, stats = rloo.rloo_loss(logprobs, old, advantages[0], 1, args)
     loss.backward()
-    for x in (loss, logprobs.grad, *stats.values()):
+    for x in (loss, *stats.values()):
         assert torch.as_tensor(x).isfinite().all()
-    clipped = advantage > 0 and log_ratio > math.log(1.2)
-    if advantage == 0 or clipped:
-        assert logprobs.grad.item() == 0
-        assert loss.item() == pytest.approx(-1.2 * advantage)
+    gradient = logprobs.grad.item()
+    assert math.isfinite(gradient)
+    if advantage == 0 or advantage > 0 and log_ratio > math.log(1.2):  # clipped
+        assert gradient == 0
     elif log_ratio < 40:
-        assert logprobs.grad.item() == pytest.approx(-advantage * math.exp(log_ratio), rel=1e-5)
+        assert gradient == pytest.approx(-advantage * math.exp(log_ratio), rel=1e-5)

@@ -24,6 +24,23 @@ import tiny
 import torch
 import torch.nn.functional as F
 from test_details import naive_gae
+from tiny import (
+    IDS,
+    WORDS,
+    FakeRun,
+    fake_reward,
+    keep_epochs,
+    load_script,
+    make_args,
+    make_policy,
+    make_reward,
+    make_rollout,
+    run_alone,
+    write_model,
+    write_reward,
+    write_task,
+    write_tokenizer,
+)
 from torch.testing import assert_close
 
 import ppo
@@ -133,7 +150,7 @@ def patched(tmp_path_factory):
             path = folder / f"mine_{'_'.join(names)}.py"
             shutil.copy(ROOT / f"{BASES[names[0]]}.py", path)
             assert apply(path, *names)
-            modules[names] = tiny.load_script(path)
+            modules[names] = load_script(path)
         return modules[names]
 
     return patched
@@ -178,7 +195,7 @@ SIZES = dict(
     num_epochs=1,
     lr=1e-2,
     micro_batch_tokens=60,
-    rollout_batch_size=5,
+    rollout_batch_size=8,
     eval_every=1,
     eval_queries=4,
     num_labels=8,
@@ -204,12 +221,12 @@ def two_updates(script, task, precision="no", score=None, **flags):
         else:
             values[name] = x
 
-    run = tiny.FakeRun()
+    run = FakeRun()
     run.rollouts = []
     run.epochs = []
     run.steps = []
     run.saved = {}
-    run.args = tiny.make_args(task, script, **values)
+    run.args = make_args(task, script, **values)
     optimizer = getattr(script, "AdamTF", torch.optim.AdamW)
     own_step = optimizer.step
 
@@ -232,11 +249,11 @@ def two_updates(script, task, precision="no", score=None, **flags):
     run.save = save
     run.finish = finish
     if score:
-        reward = tiny.fake_reward(lambda queries, responses: score(responses))
+        reward = fake_reward(lambda queries, responses: score(responses))
         spies["load_reward"] = lambda *inputs: reward
     if has_rollouts:
         spies["Rollout"] = tiny.keep(script.Rollout, run.rollouts)
-        spies["epoch_order"] = tiny.keep_epochs(script, run.args, run.epochs)
+        spies["epoch_order"] = keep_epochs(script, run.args, run.epochs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer, "step", step)
         patch.setenv("ACCELERATE_MIXED_PRECISION", precision)
@@ -250,12 +267,12 @@ def two_updates(script, task, precision="no", score=None, **flags):
 def task(tmp_path_factory):
     """A task whose folder has a reward model, a reference and other texts, too."""
     folder = tmp_path_factory.mktemp("task")
-    task = tiny.write_task(folder, truncate_token=None)
-    tiny.write_reward(folder)
+    task = write_task(folder, truncate_token=None)
+    write_reward(folder)
     reference = models.load_lm(task.base_model)
     reference.transformer.h[0].mlp.c_fc.weight.data *= 1.3
     reference.save_pretrained(folder / "reference")
-    tiny.write_tokenizer(folder / "reference")
+    write_tokenizer(folder / "reference")
     texts = [f"Anna saw {n} {thing}." for n in range(10) for thing in ("cats", "old red houses")]
     (folder / "other.txt").write_text("\n".join(texts))
     return task
@@ -274,7 +291,7 @@ def plain(start):
 
 
 def load_policy(folder):
-    return rloo.Policy(models.load_lm(str(folder)), tiny.WORDS, 0.7).eval()
+    return rloo.Policy(models.load_lm(str(folder)), WORDS, 0.7).eval()
 
 
 def assert_step(step, model, loss, atol=2e-5, rtol=2e-3):
@@ -286,9 +303,10 @@ def assert_step(step, model, loss, atol=2e-5, rtol=2e-3):
 
 
 RUNS = [(name, "no") for name in ONLINE]
-RUNS += [pytest.param(name, "bf16", marks=SLOW) for name in ONLINE]
-RUNS += [pytest.param("+".join(pair), "no", marks=SLOW) for pair in PAIRS]
-RUNS += [pytest.param(names, "no", marks=SLOW) for names in STACKS]
+for name in ONLINE:
+    RUNS.append(pytest.param(name, "bf16", marks=SLOW))
+for names in (*map("+".join, PAIRS), *STACKS):
+    RUNS.append(pytest.param(names, "no", marks=SLOW))
 
 
 @pytest.mark.parametrize(("names", "precision"), RUNS)
@@ -310,14 +328,14 @@ def test_L6_a_patched_script_runs_and_its_first_ratios_are_exactly_1(names, prec
 @pytest.mark.parametrize("own", [True, False], ids=["reward model", "policy"])
 def test_X1_a_value_is_the_reward_of_the_text_so_far_by_an_own_model(own, start, tmp_path):
     """Also of another vocabulary. Without a reward model, the critic is a copy of the policy."""
-    reward = tiny.make_reward(pad_id=tiny.WORDS + 8)
+    reward = make_reward(pad_id=WORDS + 8)
     reward.save_pretrained(tmp_path)
     critic_from = str(tmp_path) if own else None
     run = start("separate_critic", lr=0.0, gradient_checkpointing=True, critic_from=critic_from)
     rollout = run.rollouts[0]
     for i, t in product(range(4), range(5)):  # a copy has a head of zeros
         tokens = torch.cat([rollout.contexts[i], rollout.responses[i, :t]])
-        expected = reward(tokens[tokens != tiny.WORDS][None])[0] * own
+        expected = reward(tokens[tokens != WORDS][None])[0] * own
         assert_close(rollout.values[i, t], expected, rtol=1e-4, atol=1e-4)
     critic = run.model.value_head.backbone
     lm = run.model.lm.base_model
@@ -360,16 +378,15 @@ def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched,
     assert len(seen) > len(run.steps) == 8  # micro-batches
     batches = torch.cat(seen).split(16)  # two texts for each of 8 responses
     assert not torch.equal(batches[0], batches[1])
-    losses = []
+    means = []
     for i, texts in enumerate(batches):
-        logits = []
-        targets = []
+        losses = []
         for row in texts:
-            tokens = row[row != tiny.WORDS]
-            logits.append(run.model.lm(tokens[None]).logits[0, :-1])
-            targets.append(tokens[1:])
-        loss = F.cross_entropy(torch.cat(logits), torch.cat(targets))
-        losses.append(loss.item())
+            tokens = row[row != WORDS]
+            logits = run.model.lm(tokens[None]).logits[0, :-1]
+            losses.append(F.cross_entropy(logits, tokens[1:], reduction="none"))
+        loss = torch.cat(losses).mean()
+        means.append(loss.item())
         others = 0
         for name, p in run.model.named_parameters():
             others += (p * without.steps[i].grads[name]).sum()
@@ -377,8 +394,9 @@ def test_X4_each_step_adds_the_gradient_of_the_mean_loss_of_other_texts(patched,
     tokenizer, ids = load_tokenizer(task, 5)
     for text in utils.decode(tokenizer, batches[0], ids):
         assert text in other.read_text()
-    found = [line["ppo/loss/ptx_avg"] for line in run.metrics[:2]]
-    assert found == pytest.approx([sum(losses[:4]) / 4, sum(losses[4:]) / 4], rel=1e-4)
+    first, second, _ = run.metrics
+    assert first["ppo/loss/ptx_avg"] == pytest.approx(np.mean(means[:4]), rel=1e-4)
+    assert second["ppo/loss/ptx_avg"] == pytest.approx(np.mean(means[4:]), rel=1e-4)
 
 
 def test_X5_the_average_is_updated_after_every_step(start, task):
@@ -417,7 +435,7 @@ def test_X7_tokens_are_of_the_nucleus_and_no_response_ends_too_early(top_p, size
     probs = torch.tensor([0.15, 0.5, 0.05, 0.2, 0.1])
     batch = Mock(rows=torch.arange(400))
     batch.next_logits.return_value = (0.7 * probs.log()).repeat(400, 1)
-    args = tiny.make_args(script=script, top_p=top_p, min_response_length=3)
+    args = make_args(script=script, top_p=top_p, min_response_length=3)
     uniform = (torch.arange(400).double() + 0.5).expand(5, -1) / 400
     contexts = torch.zeros(400, 1).long()
     ids = utils.TokenIds(5, [1], [], [])
@@ -481,12 +499,12 @@ def test_X14_a_token_gets_what_it_adds_to_the_score_and_the_last_one_gets_the_re
     """The score of a text is the sum of its ids, and 10."""
 
     def score(responses):
-        return 10 + responses.masked_fill(responses == tiny.WORDS, 0).sum(dim=1).float()
+        return 10 + responses.masked_fill(responses == WORDS, 0).sum(dim=1).float()
 
     flags = dict(truncate_token=".", unfinished_score=-3.0, kl_coef=0.5)
     run = start("dense_rewards", sample_in_batches=uneven_responses, score=score, **flags)
     rollout = run.rollouts[0]
-    expected = rollout.cut.masked_fill(rollout.cut == tiny.WORDS, 0).float()
+    expected = rollout.cut.masked_fill(rollout.cut == WORDS, 0).float()
     expected[:, -1] += rollout.scores - expected.sum(dim=1)
     assert_close(rollout.rewards + 0.5 * rollout.kl, expected)
     assert rollout.finished.any() and not rollout.finished.all()
@@ -498,7 +516,7 @@ def test_two_lambdas_returns_have_their_own_and_that_of_advantages_rises_with_th
     mask = torch.arange(5) < torch.tensor([[5], [4], [2]])
     rewards, values = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)) * mask
     flags = dict(whiten_rewards=False, whiten_advantages=False, lam_alpha=0.3, value_lam=0.9)
-    args = tiny.make_args(script=script, gamma=0.8, **flags)
+    args = make_args(script=script, gamma=0.8, **flags)
     minibatch = SimpleNamespace(rewards=rewards, values=values, mask=mask)
     advantages, returns = script.compute_advantages(minibatch, args)
     for i, lam in enumerate((1 / 3, 1 / 6, 0.0)):
@@ -543,15 +561,15 @@ def test_scores_are_scaled_by_the_moments_of_those_so_far(first, shift, patched,
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_X3_the_estimate_is_penalized_and_logged(estimator, patched):
     script = patched("kl_estimator")
-    policy = tiny.make_policy(script=script)
-    ref = tiny.make_policy(seed=3, script=script)
-    args = tiny.make_args(script=script, kl_estimator=estimator)
-    rollout = tiny.make_rollout(policy, args, script, ref=ref)
-    metrics = script.rollout_metrics(rollout, {}, 0.15, tiny.IDS)
+    policy = make_policy(script=script)
+    ref = make_policy(seed=3, script=script)
+    args = make_args(script=script, kl_estimator=estimator)
+    rollout = make_rollout(policy, args, script, ref=ref)
+    metrics = script.rollout_metrics(rollout, {}, 0.15, IDS)
     sums = []
     for context, response in zip(rollout.contexts, rollout.responses, strict=True):
-        logprobs, *_ = tiny.run_alone(policy, context, response)
-        ref_logprobs, *_ = tiny.run_alone(ref, context, response)
+        logprobs, *_ = run_alone(policy, context, response)
+        ref_logprobs, *_ = run_alone(ref, context, response)
         log_ratio = logprobs - ref_logprobs
         terms = 0.5 * log_ratio**2
         if estimator == "k3":
@@ -591,38 +609,34 @@ def test_lora_trains_adapters_and_saves_them_merged(name, start, task, tmp_path)
         ref, _ = policy(rollout.contexts, rollout.responses)
         assert_close(rollout.logprobs - rollout.kl, ref, rtol=1e-4, atol=1e-4)
         assert rollout.kl.any() == (i > 0)
-    adapters = []
-    others = []
+    ranks = []
+    saved = run.saved["model"]
     for key, grad in run.steps[-1].grads.items():
-        if grad is not None:
-            (adapters if "lora_" in key else others).append(key)
-        else:
-            assert not key.startswith(LORA[name])
-    assert len(adapters) == 16  # A and B of 4 layers in each of 2 blocks
-    for key in adapters:
-        assert min(run.model.get_parameter(key).shape) == 2
-    prefix = "backbone." if of_reward else "transformer."
-    model = run.model.backbone if of_reward else run.model.lm.base_model
+        own = key.startswith(LORA[name])
+        assert (grad is not None) == (own or "lora_" in key)
+        if "lora_" in key:
+            ranks.append(min(grad.shape))
+        if own and of_reward:
+            assert torch.equal(saved[key], run.model.get_parameter(key))
+    assert ranks == [2] * 16  # A and B of 4 layers in each of 2 blocks
     plain = policy.lm.base_model
+    model = run.model.backbone if of_reward else run.model.lm.base_model
+    prefix = "backbone." if of_reward else "transformer."
     inputs = torch.arange(1, 9)[None]
     before = plain(inputs).last_hidden_state
     found = model(inputs).last_hidden_state
-    saved = run.saved["model"]
     plain.load_state_dict({key: saved[prefix + key] for key in plain.state_dict()})
     assert_close(found, plain(inputs).last_hidden_state, rtol=1e-4, atol=1e-4)
     assert (found - before).abs().max() > 0.01
-    for key in others:
-        assert key.startswith(LORA[name])
-        assert not of_reward or torch.equal(saved[key], run.model.get_parameter(key))
 
 
 def test_reference_on_cpu_is_on_the_device_only_for_its_forward_passes(patched):
     script = patched("reference_on_cpu")
     events = []
-    ref = tiny.make_policy()
+    ref = make_policy()
     ref.to = lambda device: events.append(device) or ref
     ref.register_forward_pre_hook(lambda *inputs: events.append("forward"))
-    tiny.make_rollout(tiny.make_policy(), tiny.make_args(script=script), script, ref=ref)
+    make_rollout(make_policy(), make_args(script=script), script, ref=ref)
     _, there, *forwards, back = events  # `distributed.freeze` moves it first
     assert there == torch.device("cpu")
     assert back == "cpu"
@@ -645,7 +659,7 @@ UPPER = {  # not a head that is the embeddings
 
 @pytest.mark.parametrize("kind", UPPER)
 def test_freeze_layers_trains_what_is_after_the_lower_layers(kind, start, tmp_path):
-    model = str(tiny.write_model(tmp_path / "model", kind))
+    model = str(write_model(tmp_path / "model", kind))
     after = start("freeze_layers", unfrozen_layers=1, base_model=model).saved["model"]
     for name, before in models.load_lm(model).state_dict().items():
         assert torch.equal(after[name], before) != name.startswith(UPPER[kind]), name
@@ -654,7 +668,7 @@ def test_freeze_layers_trains_what_is_after_the_lower_layers(kind, start, tmp_pa
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox"])
 def test_P4_residual_dropout_drops_what_attention_and_mlp_add(kind, start, tmp_path):
     """Only in training, the same in each run; embeddings and attention have no dropout."""
-    model = str(tiny.write_model(tmp_path / "m", kind, dropout=0.5))
+    model = str(write_model(tmp_path / "m", kind, dropout=0.5))
 
     def timer(device):
         torch.seed()  # as another process would
@@ -692,7 +706,7 @@ def uneven_responses(lm, contexts, uniform, ids, args):
 
 def inserted_responses(*inputs):
     """The same, but a tool wrote tokens 1 and 2, which are then no end."""
-    return uneven_responses(*inputs) + INSERTED * (tiny.WORDS + 1)
+    return uneven_responses(*inputs) + INSERTED * (WORDS + 1)
 
 
 def some_equal(responses):
@@ -798,9 +812,9 @@ def alone(model, rollout, own):
     """Log-probabilities and entropies of own tokens, text by text: [n] each."""
     found = []
     for context, response, is_own in zip(rollout.contexts, rollout.responses, own, strict=True):
-        response = response % (tiny.WORDS + 1)  # tools.diff marks inserted ids
-        logprobs, entropies = tiny.run_alone(model, context, response)
-        is_own = is_own[response != tiny.WORDS]
+        response = response % (WORDS + 1)  # tools.diff marks inserted ids
+        logprobs, entropies, *_ = run_alone(model, context, response)
+        is_own = is_own[response != WORDS]
         found.append((logprobs[is_own], entropies[is_own]))
     return found
 
@@ -880,11 +894,11 @@ def test_gradients_of_updates_are_those_of_a_slow_loop(names, patched, start):
 @pytest.mark.parametrize("name", [*GROUPS, *AS_RLOO])
 def test_a_batch_of_equal_scores_changes_nothing(name, start):
     """Exactly: the mean of 0.9 0.9 0.9 is not 0.9 in fp32, and is divided by 0 + 1e-4."""
-    flags = dict(rloo_k=3, batch_size=12, kl_coef=0.0)
-    run = start(name, score=lambda responses: torch.full([len(responses)], 0.9), **flags)
+    score = lambda responses: torch.full([len(responses)], 0.9)  # noqa: E731
+    run = start(name, rloo_k=3, batch_size=12, total_episodes=12, kl_coef=0.0, score=score)
     for step in run.steps:
         assert not any(grad.any() for grad in step.grads.values())
-    assert [line["objective/frac_reward_zero_std"] for line in run.metrics[:2]] == [1, 1]
+    assert run.metrics[0]["objective/frac_reward_zero_std"] == 1
 
 
 def assert_label_steps(run, loss_of):
@@ -912,8 +926,8 @@ def test_dpo_gradients_and_metrics_are_those_of_a_slow_loop(start, task):
         context = torch.tensor([*prefix, *few.queries[row]])
         rewards = []
         for response in map(torch.tensor, few.responses[row]):
-            ours, _ = tiny.run_alone(run.model, context, response)
-            theirs, _ = tiny.run_alone(ref, context, response)
+            ours, _ = run_alone(run.model, context, response)
+            theirs, _ = run_alone(ref, context, response)
             rewards.append(0.3 * (ours.sum() - theirs.sum().detach()))
         best = rewards[few.best[row]]
         margins.append(sum(best - x for x in rewards).item() / 2)
@@ -1009,7 +1023,6 @@ CUTS = [  # level, cut, min_weight, max_weight
     ("sequence", "mask", 0.6, 1.7),
     ("token", "mask", 0.8, 5),
     ("token", "truncate", 0.95, 1.05),
-    ("token", "truncate", 1.0, 1.0),  # no weights
 ]
 
 
@@ -1061,7 +1074,7 @@ def test_stale_samples_from_an_older_policy_and_weights_gradients(level, cut, lo
         return [bounded[i] * advantages[i] for i in range(16)]
 
     assert_updates("stale", run, torch.ones(16, 5).bool(), advantages_of)
-    assert low == high or len(weights[-1].unique()) > 2
+    assert len(weights[-1].unique()) > 2
 
 
 ADAPTIVE = [  # patches, target, coefficients of two updates, change
@@ -1074,33 +1087,25 @@ ADAPTIVE = [  # patches, target, coefficients of two updates, change
 
 
 @pytest.mark.parametrize(("names", "target", "coefs", "change"), ADAPTIVE)
-def test_entropy_adds_the_gradient_of_the_mean_entropy_in_float64(
-    names, target, coefs, change, start, plain
-):
+def test_entropy_adds_the_gradient_of_the_mean_entropy(names, target, coefs, change, start, plain):
     flags = dict(EOS, lr=0.0, sample_in_batches=uneven_responses, micro_batch_tokens=20)
     base = {"entropy": "ppo", "entropy_rloo": "rloo"}.get(names, "dapo")
-    without = plain(base, **flags)
+    without = iter(plain(base, **flags).steps)
     run = start(*names.split("+"), entropy_coef=3.0, entropy_target=target, **flags)
-    model = deepcopy(run.model.lm).double()
     found = [line.get("ppo/policy/entropy_coef") for line in run.metrics]
     assert found == pytest.approx([*coefs, None])
-    pairs = zip(run.steps, without.steps, strict=True)
+    steps = iter(run.steps)
     for rollout, epochs, coef in zip(run.rollouts, run.epochs, coefs, strict=True):
-        entropies = []
-        for context, response in zip(rollout.contexts, rollout.responses, strict=True):
-            tokens = torch.cat([context, response])
-            tokens = tokens[tokens != tiny.WORDS]
-            n = (response != tiny.WORDS).sum()
-            logits = model(tokens[None]).logits[0, -n - 1 : -1] / run.args.task.temperature
-            probs = torch.exp(logits) / torch.exp(logits).sum(dim=1, keepdim=True)
-            entropies.append(-(probs * probs.log()).sum(dim=1))
+        entropies = [entropy for _, entropy in alone(run.model, rollout, OWN)]
         for rows in itertools.chain(*epochs):
-            step, step_without = next(pairs)
+            step = next(steps)
+            step_without = next(without)
+            run.model.zero_grad()
             bonus = coef * torch.cat([entropies[i] for i in rows]).mean()
-            grads = torch.autograd.grad(-bonus, [*model.parameters()], retain_graph=True)
-            for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
-                difference = step.grads[f"lm.{name}"] - step_without.grads[f"lm.{name}"]
-                assert_close(difference.double(), grad, atol=2e-5, rtol=1e-3)
+            (-bonus).backward(retain_graph=True)
+            for name, p in run.model.lm.named_parameters(prefix="lm"):
+                difference = step.grads[name] - step_without.grads[name]
+                assert_close(difference, p.grad, atol=2e-5, rtol=1e-3)
     assert run.model.state_dict()["entropy_coef_change"] == pytest.approx(change)
 
 
@@ -1118,12 +1123,12 @@ def test_raft_raises_the_likelihood_of_the_best_response_to_each_query(flags, st
         for rows in itertools.chain(*epochs):
             step = next(steps)
             chosen = []
-            for group in rows.view(-1, 4).tolist():
+            for group in rows.view(-1, 4):
                 best = group[0]
                 if "select_best" not in flags:
-                    best = max(group, key=lambda i: rewards[i])
+                    best = group[rewards[group].argmax()]
                 if rollout.scores[best] >= flags.get("min_score", -99):
-                    chosen.append(best)
+                    chosen.append(best.item())
             assert bool(chosen) == any(x.any() for x in step.grads.values())
             losses.append(0.0)
             if chosen:
@@ -1134,7 +1139,6 @@ def test_raft_raises_the_likelihood_of_the_best_response_to_each_query(flags, st
                 assert_step(step, run.model, loss)
         assert line["ppo/loss/policy_avg"] == pytest.approx(np.mean(losses), rel=1e-4)
     assert len(run.steps) == 8
-    assert next(steps, None) is None
 
 
 def test_vine_advantages_are_what_parts_add_to_mean_scores_of_continuations(start):
@@ -1148,7 +1152,7 @@ def test_vine_advantages_are_what_parts_add_to_mean_scores_of_continuations(star
         return tokens[:, None].expand(uniform.T.shape)
 
     def score(responses):
-        return (responses != tiny.WORDS).sum(dim=1).float()
+        return (responses != WORDS).sum(dim=1).float()
 
     def advantages_of(name, rollout, kl, kl_coef, args):
         equal = rollout._replace(scores=torch.zeros(16))
@@ -1184,9 +1188,9 @@ def test_online_dpo_raises_the_best_response_and_lowers_the_worst(alike, start):
     log_ratios = [(ours[i][0] - theirs[i][0]).sum() for i in range(16)]
     loss = 0
     for query in range(0, 16, 4):  # the first of several that are the best, or the worst
-        rows = range(query, query + 4)
-        best = max(rows, key=lambda i: rollout.scores[i])
-        worst = min(rows, key=lambda i: rollout.scores[i])
+        scores = rollout.scores[query : query + 4]
+        best = query + scores.argmax()
+        worst = query + scores.argmin()
         loss -= torch.sigmoid(0.3 * (log_ratios[best] - log_ratios[worst])).log() / 4
     largest = max(grad.abs().max() for grad in run.steps[0].grads.values())
     assert alike == (largest < 1e-6)

@@ -20,10 +20,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from machinery import distributed
 
-# a container's quota, processes, CPUs of this process, and its threads
-CPUS = [("max 100000", 6, 96, 16), ("150000 100000", 8, 96, 1)]  # six share 96 CPUs, and one GPU
-CPUS += [("800000 100000", 2, 96, 4), (None, 1, 5, 5)]  # a container's 8 CPUs; Slurm gives 5
-CPUS += [("max 100000", 1, 1, 1), ("200000 100000", 1, 96, 2)]  # one core; docker --cpus 2
+CPUS = [  # a container's quota, processes, CPUs of this process, and its threads
+    ("max 100000", 6, 96, 16),  # six share 96 CPUs, and one GPU
+    ("150000 100000", 8, 96, 1),
+    ("800000 100000", 2, 96, 4),  # a container's 8 CPUs
+    (None, 1, 5, 5),  # Slurm gives 5
+    ("200000 100000", 1, 96, 2),  # docker --cpus 2
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +68,12 @@ def test_P7_R4_L3_P8_X11_gradients_and_metrics_do_not_depend_on_the_number_of_pr
 
 @pytest.mark.parametrize("name", ["ppo", "rloo", "train_reward"])
 def test_G6_processes_sample_other_queries_and_other_responses(name, both):
-    samples = [rank["scripts"][name]["samples"] for rank in both.ranks]
-    assert len(samples[0]) == 2
-    for pairs in zip(*samples, strict=True):
-        for ours, theirs in zip(*pairs, strict=True):
-            assert len(ours) == len(theirs) == 4
-            assert {tuple(x) for x in ours.tolist()} != {tuple(x) for x in theirs.tolist()}
+    first, second = (rank["scripts"][name]["samples"] for rank in both.ranks)
+    assert len(first) == len(second) == 2
+    for ours, theirs in zip(first, second, strict=True):
+        for x, y in zip(ours, theirs, strict=True):  # contexts, responses
+            assert len(x) == len(y) == 4
+            assert sorted(x.tolist()) != sorted(y.tolist())
 
 
 @pytest.mark.parametrize("name", ["ppo", "rloo"])
@@ -83,17 +86,21 @@ def test_saved_weights_are_the_same_on_all_processes(name, both):
 
 @pytest.mark.parametrize("name", two_processes.RUNS)
 def test_held_out_queries_are_split_if_all_processes_get_equally_many(name, both, monkeypatch):
-    """12 are, 3 are not; by the texts that --reward_fn gets. The numbers are those of one process."""
-    calls = [rank["scripts"][name]["handed"] for rank in both.ranks]
-    heldout, size = both.handed[name][0], 6 if "split" in name else 3
-    assert [[len(texts) for texts in rank] for rank in calls] == [[size, 4, 4, size]] * 2
-    assert [calls[0][0], calls[1][0]] == [heldout[:size], heldout[-size:]]
-    found, samples = [], []
+    """12 are, 3 are not, by the texts that --reward_fn gets. Numbers are those of one process."""
+    first, second = (rank["scripts"][name]["handed"] for rank in both.ranks)
+    heldout = both.handed[name][0]
+    size = 6 if "split" in name else 3
+    for texts in (first, second):
+        assert list(map(len, texts)) == [size, 4, 4, size]
+    assert (first[0], second[0]) == (heldout[:size], heldout[-size:])
+    found = []
     for folder in (both.folder, both.alone):
         monkeypatch.chdir(folder)
-        found.append({key: x for key, x in read_metrics(name)[0].items() if "eval/" in key})
-        samples.append(Path("runs", name, "samples.jsonl").read_text().splitlines()[: min(size, 4)])
-    assert found[0] == pytest.approx(found[1], rel=1e-5) and samples[0] == samples[1]
+        metrics = read_metrics(name)[0]
+        found.append({key: x for key, x in metrics.items() if "eval/" in key})
+        found.append(Path("runs", name, "samples.jsonl").read_text().splitlines()[:3])
+    two, samples_of_two, one, samples_of_one = found
+    assert two == pytest.approx(one, rel=1e-5) and samples_of_two == samples_of_one
 
 
 def test_the_first_process_gives_all_copies_its_weights_and_buffers(both):
@@ -120,24 +127,24 @@ def test_metrics_are_averaged_by_their_names_which_all_processes_have(both):
 
 @pytest.mark.slow
 def test_under_fsdp2_only_the_first_process_reads_weights_one_model_after_the_other(tmp_path):
-    """In bytes per parameter; it was 10.5. The small file has a head, though its config says tied."""
+    """In bytes per parameter. The small file has a head, though its config says tied."""
     totals = []
     for name, layers, width in (("small", 1, 8), ("large", 8, 768)):
         sizes = dict(n_layer=layers, n_embd=width, n_head=4, vocab_size=20_000)
         lm = GPT2LMHeadModel(GPT2Config(**sizes)).bfloat16()
         lm.save_pretrained(tmp_path / name)
         totals.append(sum(p.double().sum().item() for p in lm.parameters()))
-        if name == "small":
-            file = tmp_path / name / "model.safetensors"
-            head = torch.randn(20_000, width).bfloat16()
-            save_file(load_file(file) | {"lm_head.weight": head}, file, {"format": "pt"})
-            totals[0] += head.double().sum().item()
+    file = tmp_path / "small" / "model.safetensors"
+    head = torch.randn(20_000, 8).bfloat16()
+    save_file({**load_file(file), "lm_head.weight": head}, file, {"format": "pt"})
+    totals[0] += head.double().sum().item()
     env = dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", MALLOC_MMAP_THRESHOLD_="65536")
-    env |= dict(FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
+    env["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
     tiny.run_python(two_processes.__file__, tmp_path, processes=2, env=env)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
-    expected = [totals[1], totals[1], totals[0], totals[0]]
-    assert first["sums"] == second["sums"] == pytest.approx(expected, rel=1e-6)
+    small, large = totals
+    expected = pytest.approx([large, large, small, small], rel=1e-6)
+    assert first["sums"] == second["sums"] == expected
     assert first["peak"] < 9 and second["peak"] < 5.5
 
 
@@ -180,7 +187,7 @@ def test_threads_are_a_process_share_of_the_cpus_that_it_may_use(case, monkeypat
 
 
 def test_on_a_cpu_too_a_run_has_its_share_of_threads(accelerator, monkeypatch):
-    """Unless the user has set OMP_NUM_THREADS. A number above torch's own, of cores, is not taken."""
+    """Unless the user has set OMP_NUM_THREADS. A number above torch's own is not taken."""
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 32)
@@ -203,7 +210,7 @@ list(tqdm.tqdm(range(9)))
 @pytest.mark.parametrize(("policy", "spins"), [(None, "2000"), ("active", None)])
 def test_threads_that_wait_spin_shortly_unless_the_user_has_said_how(policy, spins):
     """Set before torch is imported, which reads it. Nor is a bar shown that nobody waits for."""
-    env = {name: x for name, x in os.environ.items() if name[:4] not in ("OMP_", "GOMP")}
+    env = {name: x for name, x in os.environ.items() if "OMP_" not in name}
     if policy:
         env["OMP_WAIT_POLICY"] = policy
     options = dict(env=env, capture_output=True, text=True, check=True)

@@ -1,15 +1,12 @@
-"""Labels: token ids as OpenAI's files hold them, and pairs of texts or messages as people have them."""
+"""Labels: token ids as OpenAI's files hold them, and pairs of texts as people have them."""
 
-import math
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import formats
 import numpy as np
 import pytest
-from conftest import read_metrics
-from tiny import make_args, make_task, refuses, write_task
+from tiny import make_task, refuses
 from transformers import GPT2Config
 
 import train_reward
@@ -40,19 +37,19 @@ def label_task(path, rows, **changes):
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
 def test_R4_openais_labels_load_from_an_array_and_lines_without_padding(suffix, tmp_path):
-    """In a batch queries are padded on the left and responses on the right, with the model's pad."""
+    """In a batch queries are padded on the left and responses on the right."""
     p = 50259
-    responses = [[[1, p, p], [2, 3, p], [4, 5, 6], [9, 9, 9]], [[5, p, p], [6, p, p], [7], [0]]]
-    rows = [dict(query=[7, 8, p, p], best=2), dict(query=[1, 2, 3], best=0)]
-    for row, samples in zip(rows, responses, strict=True):
-        row |= {f"sample{k}": ids for k, ids in enumerate(samples)}
+    rows = [
+        dict(query=[7, 8, p, p], sample0=[1, p, p], sample1=[2, 3, p], best=1),
+        dict(query=[1, 2, 3], sample0=[5, p, p], sample1=[0], best=0),
+    ]
     found = load_labels(label_task(tmp_path / f"labels.{suffix}", rows), None, ids_of(100))
-    assert lists(found.queries) == [[7, 8], [1, 2, 3]] and found.best.tolist() == [2, 0]
-    assert lists(found.responses) == [[[1], [2, 3], [4, 5, 6], [9, 9, 9]], [[5], [6], [7], [0]]]
+    assert lists(found.queries) == [[7, 8], [1, 2, 3]] and found.best.tolist() == [1, 0]
+    assert lists(found.responses) == [[[1], [2, 3]], [[5], [0]]]
     tokens, best, q = train_reward.candidate_tokens(found, np.array([1, 0]), 100, "cpu")
-    assert tokens.shape == (2, 4, 6) and best.tolist() == [0, 2] and q == 3
-    assert tokens[0, 3].tolist() == [1, 2, 3, 0, 100, 100]
-    assert tokens[1, :2].tolist() == [[100, 7, 8, 1, 100, 100], [100, 7, 8, 2, 3, 100]]
+    assert best.tolist() == [0, 1] and q == 3
+    assert tokens[0].tolist() == [[1, 2, 3, 5, 100], [1, 2, 3, 0, 100]]
+    assert tokens[1].tolist() == [[100, 7, 8, 1, 100], [100, 7, 8, 2, 3]]
 
 
 def make_labels(queries: list[list[int]], responses: list[list[list[int]]]) -> Labels:
@@ -103,11 +100,10 @@ def test_candidates_are_sorted_by_number(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
-@pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_the_first_bad_row_of_several_is_named(name, value, suffix, tmp_path):
+def test_the_first_bad_row_of_several_is_named(name, value, tmp_path):
     rows = [RIGHT | {"note": value}, RIGHT | {name: value}, {}]
-    task = label_task(tmp_path / f"l.{suffix}", rows)
-    refuses(lambda: load_labels(task, None, ids_of(1000)), "--label_dataset", f".{suffix}: row 1: ")
+    task = label_task(tmp_path / "l.jsonl", rows)
+    refuses(lambda: load_labels(task, None, ids_of(1000)), "--label_dataset", ".jsonl: row 1: ")
 
 
 def test_R4_what_is_no_pair_of_texts_is_refused(hers, tmp_path):
@@ -134,7 +130,7 @@ def test_R4_the_first_candidate_was_chosen_and_each_has_exactly_one_end(name, he
 
 
 def test_R4_what_is_skipped_is_counted_by_its_reason(hers, tmp_path, capsys):
-    """An empty answer has no tokens where nothing ends it; with its end it is an answer (hh-rlhf)."""
+    """An empty answer has no tokens where nothing ends it; with its end it is one (hh-rlhf)."""
     texts = [(" ", " yes", " no"), ("Hi:", " yes", ""), ("So:", " yes", " no")]
     texts += [("Is:", " yes", " yes"), ("It:", None, " no"), (None, " yes", " no")]
     rows = [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in texts]
@@ -162,7 +158,7 @@ def test_R4_of_ids_rows_without_a_query_a_response_or_a_judgment_are_skipped(tmp
 
 
 def test_R4_texts_of_several_responses_are_read_as_they_are(hers, tmp_path):
-    """No end is added, and nothing is cleaned or cut. Other columns beside sample0 are no samples."""
+    """No end is added, nothing is cleaned or cut. Columns such as sample_id are no samples."""
     samples = [" It rained.", " Ben saw it\n", " No", " Yes"]
     row = dict(query="Anna saw it. So did", sample_id="a", sample_text="b", best=2)
     row |= {f"sample{k}": text for k, text in enumerate(samples)}
@@ -172,15 +168,6 @@ def test_R4_texts_of_several_responses_are_read_as_they_are(hers, tmp_path):
     assert lists(found.queries) == [hers.encode("Anna saw it. So did")]
     assert lists(found.responses) == [[hers.encode(text) for text in samples]]
     assert found.best.tolist() == [2]
-
-
-@pytest.mark.parametrize("prefix", ["", "Q:"])
-def test_a_query_begins_with_bos_unless_its_prefix_does(prefix, tmp_path):
-    own, text = formats.llama2_tokenizer(), "He opened the door and looked out."
-    whole = own.encode(prefix + text)[len(own.encode(prefix)) if prefix else 0 :]
-    rows = [dict(prompt=text, chosen=" a", rejected=" b")]
-    task = label_task(tmp_path / "l.jsonl", rows, query_prefix=prefix, query_length=99)
-    assert lists(load_labels(task, own, ids_of(len(own), 2)).queries) == [whole]
 
 
 @pytest.mark.parametrize("eos", [False, True])
@@ -195,31 +182,9 @@ def test_R4_a_long_prompt_loses_its_end_or_is_skipped_in_eos_tasks(eos, hers, tm
 
 
 def test_rows_that_are_longer_than_the_model_reads_are_skipped_and_counted(hers, tmp_path, capsys):
-    """As pairs and as ids."""
-    sizes = (1, 30, 2, 9)
-    pairs = [dict(prompt="Anna", chosen=f" saw{' cats' * n}.", rejected=" no") for n in sizes]
-    ids = [dict(query=[1, 2], sample0=[3] * n, sample1=[4], best=1) for n in sizes]
-    for rows in (pairs, ids):
-        task = label_task(tmp_path / "p.jsonl", rows, truncate_token=None)
-        full = load_labels(task, hers, ids_of(1000))
-        texts = zip(full.queries, full.responses, strict=True)
-        lengths = [len(query) + max(map(len, answers)) for query, answers in texts]
-        found = load_labels(task, hers, ids_of(1000), GPT2Config(n_positions=sorted(lengths)[1]))
-        assert lists(found.responses) == lists([full.responses[i] for i in (0, 2)])
-        assert found.best.tolist() == [rows is ids] * 2
-        said = capsys.readouterr().out
-        assert "skipped 2 of 4 rows: 2 with more tokens" in said and "such as row 1" in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt_neox", "falcon"])  # Pythia's and Falcon's
-def test_openais_labels_train_a_model_with_another_tokenizer(kind, gpt2, here):
-    """Softmax over four responses, as for GPT-2; nothing of the files' ids is left."""
-    gpt2.save_pretrained("gpt2")
-    task = write_task(here, kind, label_tokenizer="gpt2")
-    formats.write_rows(here / "labels.json", formats.oai_labels(gpt2) * 4)
-    convert.main(convert.Args("labels.json", Path("texts.jsonl"), ids="gpt2"))
-    task = replace(task, label_dataset="texts.jsonl")
-    train_reward.main(make_args(task, train_reward, output_dir="out", run_name="run"))
-    losses = [row["loss"] for row in read_metrics("run") if "loss" in row]
-    assert len(losses) == 6 and abs(losses[0] - math.log(4)) < 1
+    rows = [dict(query=[1, 2], sample0=[3] * n, sample1=[4], best=1) for n in (1, 30, 2, 9)]
+    task = label_task(tmp_path / "l.jsonl", rows)
+    found = load_labels(task, hers, ids_of(1000), GPT2Config(n_positions=4))
+    assert lists(found.responses) == [[[3], [4]], [[3, 3], [4]]]
+    said = capsys.readouterr().out
+    assert "skipped 2 of 4 rows: 2 with more tokens" in said and "such as row 1" in said

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,17 +112,20 @@ def test_a_model_whose_head_computes_the_unknown_is_refused_at_start(script, sta
 
 @pytest.mark.parametrize("kind", WITH_TEXT)
 def test_the_text_model_of_a_checkpoint_that_reads_images_is_loaded_and_saved(kind, tmp_path):
-    text, eyes = WITH_TEXT[kind][0].to_dict(), EYES | WITH_TEXT[kind][1]
-    config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=eyes)
+    text, eyes = WITH_TEXT[kind]
+    config = transformers.AutoConfig.for_model(
+        kind, text_config=text.to_dict(), vision_config={**EYES, **eyes}
+    )
     torch.manual_seed(0)
     whole = transformers.AutoModelForImageTextToText.from_config(config).eval()
     whole.save_pretrained(tmp_path / "whole")
-    lm, text = models.load_lm(str(tmp_path / "whole")), torch.arange(9)[None]
+    lm = models.load_lm(str(tmp_path / "whole"))
     tokenizer = SimpleNamespace(save_pretrained=str)
     runs.save_model(lm, tokenizer, tmp_path / "text", lm.state_dict(), {})
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    tokens = torch.arange(9)[None]
     for model in (lm, again):
-        torch.testing.assert_close(model(text).logits, whole(text).logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(model(tokens).logits, whole(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_the_head_of_llama_4_is_found_and_its_transformer_refused(tmp_path):
@@ -165,8 +167,9 @@ def test_heads_read_what_OPT_350m_projects():
     size = dict(word_embed_proj_dim=16, do_layer_norm_before=False)
     policy, reward = tiny.make_policy("opt", **size), tiny.make_reward("opt", **size)
     contexts, responses = tiny.make_contexts([8, 3], 8), tiny.make_responses(2, 5)
-    for row, found in enumerate(policy(contexts, responses)[2]):
-        expected = tiny.run_alone(policy, contexts[row], responses[row])[2]
+    _, _, values = policy(contexts, responses)
+    for row, found in enumerate(values):
+        _, _, expected = tiny.run_alone(policy, contexts[row], responses[row])
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     hidden = reward.backbone(responses).last_hidden_state[:, -1]
     expected = reward.gain * reward.head(hidden).squeeze(1) + reward.bias
@@ -176,15 +179,15 @@ def test_heads_read_what_OPT_350m_projects():
 def test_encoders_and_adapters_are_refused_with_what_to_do(start, tmp_path):
     config = tiny.config("bert", num_labels=1)
     transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    refuses(lambda: start("ppo", reward_model=f"{tmp_path}/bert"), "--reward_model", "--reward_fn")
     tiny.write_model(tmp_path / "both")  # transformers would load the adapter on its own base
-    shutil.copy(tmp_path / "adapter" / "adapter_config.json", tmp_path / "both")
-    folders = {name: str(tmp_path / name) for name in ("bert", "adapter", "both")}
-    refuses(lambda: start("ppo", reward_model=folders["bert"]), "--reward_model", "--reward_fn")
-    refuses(lambda: start("ppo", reward_model=folders["adapter"]), "--reward_model", "merge")
     for name in ("adapter", "both"):
-        refuses(lambda x=folders[name]: start("sft", base_model=x), "--base_model", "merge")
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "adapter_config.json").write_text("{}")
+        refuses(lambda x=str(folder): start("sft", base_model=x), "--base_model", "merge")
+    adapter = str(tmp_path / "adapter")
+    refuses(lambda: start("ppo", reward_model=adapter), "--reward_model", "merge")
 
 
 def test_an_adapter_on_the_hub_is_refused(hub):
@@ -250,10 +253,12 @@ def test_a_head_of_odd_size_is_the_plain_product_also_where_its_rows_are_aligned
     monkeypatch.setitem(models.ALIGNMENT, "cpu", 8)
     head = models.Float32Linear(16, 21, bias=bias)
     hidden = torch.randn(2, 5, 16, requires_grad=True)
-    inputs, noise = (hidden, *head.parameters()), torch.randn(2, 5, 21)
     logits = head(hidden)
     expected = torch.nn.functional.linear(hidden, head.weight, head.bias)
     torch.testing.assert_close(logits, expected)
     assert logits.stride(1) == 24  # a view of three aligned blocks
-    found, right = (torch.autograd.grad((x * noise).sum(), inputs) for x in (logits, expected))
+    noise = torch.randn(2, 5, 21)
+    inputs = (hidden, *head.parameters())
+    found = torch.autograd.grad((logits * noise).sum(), inputs)
+    right = torch.autograd.grad((expected * noise).sum(), inputs)
     torch.testing.assert_close(found, right)

@@ -12,36 +12,31 @@ from typing import Any
 
 import pytest
 import tiny
-from accelerate import Accelerator
 from conftest import SCRIPTS, read_metrics, settings
 from matplotlib.figure import Figure
 from test_resume import at_call, checkpoint_files, exit_code, read_state
 from test_runs import two_steps
 
-from machinery import cli, distributed, progress, runs
+from machinery import cli, distributed, progress
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 
 
-def test_a_line_is_printed_at_least_once_a_minute(home, monkeypatch, capsys):
-    """And 20 times in a run, with the last update; the metrics are in the file at once."""
-    now = [0.0]
+def test_a_line_is_printed_at_least_once_a_minute(monkeypatch, capsys):
+    """And 20 times in a run, with the last update."""
+    now = [0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
 
-    def printed(total: int, seconds: float) -> list[int]:
-        run = runs.Run(settings("ppo"), total, ["objective/a", "b/a"], Accelerator(cpu=True))
+    def printed(total: int, seconds: int) -> list[int]:
+        shown = progress.Progress(total, ["objective/a", "b/a"])
         for step in range(total):
             now[0] += seconds
-            run.log(step, {"objective/a": 0.5, "b/a": 1.0, "other": 2.0})
-            assert len((run.folder / "metrics.jsonl").read_text().splitlines()) == step + 1
-        run.close()
+            shown.update(step, {"objective/a": 0.5, "b/a": 1.0, "other": 2.0})
         line = r"^ *(\d+)/\d+ +a 0.5 +b/a 1 +left \d:\d\d:\d\d$"
         return [int(step) for step in re.findall(line, capsys.readouterr().out, re.M)]
 
     assert printed(100, 1) == [*range(1, 100, 5), 100]
-    slow = printed(300, 25)
-    assert max(b - a for a, b in zip(slow, slow[1:], strict=False)) * 25 <= 60 + 25
-    assert 300 in slow and len(slow) < 150
+    assert printed(300, 25)[:6] == [1, 4, 7, 10, 13, 16]  # 75 seconds; every 15 updates are 5%
 
 
 class Terminal(io.TextIOWrapper):
@@ -86,17 +81,19 @@ def test_a_much_too_high_lr_is_said_once(script, home, capsys):
     (text,) = [line for line in capsys.readouterr().out.splitlines() if "healthy" in line]
     values = [line["ppo/policy/clipfrac_avg"] for line in read_metrics("broken")]
     value = next(x for x in values if x > 0.4)
-    assert f"ppo/policy/clipfrac_avg is {value:.2g}; " in text
-    assert "--lr" in text and "--num_ppo_epochs" in text
+    assert f"ppo/policy/clipfrac_avg is {value:.2g}; " in text and "--lr" in text
 
 
 @pytest.mark.parametrize("name", list(progress.WARNINGS)[1:])
 def test_five_updates_without_anything_to_learn_from_are_said_once(name, capsys):
-    shown, value = progress.Progress(100, []), progress.WARNINGS[name][0]
-    for x, lines in ((value, 0), (0.5, 0), (value, 0), (value, 1), (0.5, 0), (value, 0)):
-        for _ in range(4):
-            shown.warn({name: x})
-        assert capsys.readouterr().out.count(name) == lines
+    shown = progress.Progress(100, [])
+    bad = {name: progress.WARNINGS[name][0]}
+    for metrics in (bad, bad, bad, bad, {name: 0.5}, bad, bad, bad, bad):
+        shown.warn(metrics)
+    assert capsys.readouterr().out == ""
+    for metrics in (bad, bad, {name: 0.5}, *[bad] * 9):
+        shown.warn(metrics)
+    assert capsys.readouterr().out.count(name) == 1
 
 
 def test_equal_scores_are_said_in_a_run(home, capsys):
@@ -120,8 +117,11 @@ def test_curves_are_over_finished_episodes_with_evaluations_as_points(
     tmp_path, monkeypatch, capsys
 ):
     """As in tools/curves.py. What was never logged has no panel."""
-    lines = [{"step": 0, "eval/a": 1.0, "objective/a": 2.0, "ppo/episode": 8}]
-    lines += [{"step": 1, "objective/a": 3.0, "ppo/episode": 16}, {"step": 2, "eval/a": 4.0}]
+    lines = [
+        {"step": 0, "eval/a": 1.0, "objective/a": 2.0, "ppo/episode": 8},
+        {"step": 1, "objective/a": 3.0, "ppo/episode": 16},
+        {"step": 2, "eval/a": 4.0},
+    ]
     (axis,) = draw(tmp_path, lines, ["objective/a", "objective/gold_score"], monkeypatch)
     curves = [line.get_xydata().tolist() for line in axis.lines]
     assert curves == [[[8, 2], [16, 3]], [[0, 1], [16, 4]]]
@@ -134,8 +134,7 @@ def test_one_held_out_value_is_one_number_at_the_last_step(tmp_path, monkeypatch
     """Points are drawn once: beside their curve. Many noisy steps have a smoothed one."""
     lines = [{"step": i, "accuracy": i % 2} for i in range(100)]
     lines += [{"step": 100, "heldout/accuracy": 0.75}]
-    names = ["accuracy", "heldout/accuracy"]
-    (axis,) = draw(tmp_path, lines, names, monkeypatch)
+    (axis,) = draw(tmp_path, lines, ["accuracy", "heldout/accuracy"], monkeypatch)
     _, smooth, dot = (line.get_xydata().tolist() for line in axis.lines)
     assert dot == [[100, 0.75]] and smooth[-1][0] == 100
     assert [y for _, y in smooth[4:]] == pytest.approx([0.4, 0.6] * 48)

@@ -1,9 +1,6 @@
 """Texts to queries, as OpenAI cleaned them; the table of tokens, its cache; what sft.py learns."""
 
 import functools
-import json
-import math
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +10,8 @@ import formats
 import numpy as np
 import pytest
 import torch
-from conftest import read_metrics
 from formats import write_rows
 from tiny import WORDS, load_script, refuses
-from transformers import PreTrainedTokenizerFast
 
 import utils
 from data import clean, tasks
@@ -179,15 +174,6 @@ def test_a_heldout_query_is_not_trained_on_where_it_is_once_more(task, tmp_path)
     refuses(lambda: load_queries(one).hold_out(2), "2 of 8")
 
 
-def test_the_table_is_int32_in_a_file_and_gives_int64_rows_in_any_order(task):
-    table = load_queries(task)
-    assert table.sequences.features["tokens"].feature.dtype == "int32"
-    assert table.sequences.cache_files
-    rows = np.array([5, 0, 39, 5])
-    assert table[rows].dtype == torch.int64 and table[rows].shape == (4, 8)
-    assert torch.equal(table[rows], table[:][rows]) and torch.equal(table[1:3], table[:][1:3])
-
-
 @pytest.mark.parametrize("change", ["query_length", "query_column", "content", "tokenizer", "pad"])
 def test_what_a_table_depends_on_makes_another_one(change, task, tmp_path, tokenized):
     rows = [dict(text=f"Anna saw {i} cats. So did Ben.", title=f"{i}.") for i in range(100)]
@@ -198,12 +184,8 @@ def test_what_a_table_depends_on_makes_another_one(change, task, tmp_path, token
     tokenized.clear()
     if change == "content":
         write_rows(tmp_path / "a.jsonl", [row | dict(text="The " + row["text"]) for row in rows])
-    if change == "tokenizer":  # without its merges
-        words = json.loads(tokenizer.backend_tokenizer.to_str())
-        words["model"]["merges"] = []
-        backend = type(tokenizer.backend_tokenizer).from_str(json.dumps(words))
-        special = tokenizer.special_tokens_map
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    if change == "tokenizer":
+        tokenizer.add_tokens(["Anna saw"])
     if change == "pad":
         ids = ids._replace(pad=WORDS + 1)
     changes = dict(query_length=7, query_column="title")
@@ -230,14 +212,6 @@ def test_G6_rows_of_a_step_are_a_pure_function_and_visit_every_row_once_an_epoch
         orders += [tuple(flat[:10]), tuple(flat[10:])]
     assert all(sorted(order) == list(range(10)) for order in orders) and len(set(orders)) == 6
     assert np.bincount(query_rows(3, 9, 1, 0)).tolist() == [3, 3, 3]  # fewer than a step's
-
-
-def test_random_numbers_are_a_pure_function_of_seed_and_step():
-    def numbers(seed, step):
-        return tuple(utils.random_numbers(seed, step, torch.device("cpu"), 3).tolist())
-
-    assert numbers(1, 2) == numbers(1, 2)
-    assert len({numbers(seed, step) for seed in (1, 2, 100_004) for step in range(5)}) == 15
 
 
 def query(text, tokenizer, length, end="."):
@@ -389,17 +363,17 @@ def test_sounds_are_not_decoded_and_rows_that_nothing_reads_are_counted(task, tm
     assert "7 of 9 rows are used (--num_queries)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("column", [None, "completion"])
-def test_sft_holds_out_sequences_from_all_of_a_sorted_file(column, eos_task, tmp_path):
+@pytest.mark.parametrize("kind", ["blocks", "responses"])
+def test_sft_holds_out_sequences_from_all_of_a_sorted_file(kind, eos_task, tmp_path):
     rows = [dict(prompt=f"{i}{' the' * (i // 40)}", completion=" Ben") for i in range(400)]
     task = replace(eos_task, query_dataset=write_rows(tmp_path / "a.jsonl", rows), query_length=20)
-    tokenizer, ids = tokens.load_tokenizer(replace(task, response_column=column), 8)
-    block = functools.partial(queries.load_blocks, task, 20)
-    load = functools.partial(queries.load_responses, task) if column else block
-    table, (the,) = load(tokenizer, ids), tokenizer.encode(" the")
-    found = [(x[:] == the).sum(dim=1) for x in (table.hold_out(60)[0], table)]
-    assert found[0].min() == found[1].min() and found[0].max() == found[1].max() > 7
-    assert torch.equal(load(tokenizer, ids)[:], table[:])
+    tokenizer, ids = tokens.load_tokenizer(task, 8)
+    if kind == "blocks":
+        table = queries.load_blocks(task, 20, tokenizer, ids)
+    else:
+        table = queries.load_responses(task, tokenizer, ids)
+    counts = (table[:] == tokenizer.encode(" the")[0]).sum(dim=1)
+    assert counts[:60].min() == counts.min() and counts[:60].max() == counts.max() > 7
 
 
 def test_answers_in_the_column_of_the_prompts_are_refused(eos_task):
@@ -407,20 +381,3 @@ def test_answers_in_the_column_of_the_prompts_are_refused(eos_task):
     task = replace(eos_task, response_column=eos_task.query_column)
     load = functools.partial(queries.load_responses, task, *tokens.load_tokenizer(task, 8))
     refuses(load, "--response_column prompt")
-
-
-@pytest.mark.parametrize("script", ["sft", "train_reward", "ppo", "rloo"])
-def test_a_run_says_what_it_learns_from_and_holds_out(script, start, capsys):
-    """sft.py holds out a tenth of few sequences."""
-    start(script, **(dict(num_heldout=None) if script == "sft" else {}))
-    out = capsys.readouterr().out
-    found = re.search(r"(\d+)(?:/(\d+))? \w+[^\n]*, (\d+) held out, (\d+) (?:steps|updates)", out)
-    learned, total, held_out, steps = (int(x or 0) for x in found.groups())
-    metrics = read_metrics(next(Path("runs").iterdir()).name)
-    assert steps <= len(metrics) <= steps + 1 < learned + 1  # perhaps one after the last
-    if script == "sft":
-        assert held_out == math.ceil((learned + held_out) / 10) and "leaves out" in out
-    elif script == "train_reward":
-        assert (learned, total) == (12, 16)
-    else:
-        assert held_out == 4

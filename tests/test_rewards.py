@@ -168,13 +168,6 @@ def test_a_reward_of_0_for_every_response_does_not_stop_a_run(script, start, tmp
     assert [path.read_text() for path in tmp_path.glob("runs/*/mine.py")] == [code]
 
 
-def test_a_reward_model_without_its_tokenizer_is_refused(task, tmp_path):
-    folder = tiny.write_reward(tmp_path / "reward")
-    for path in Path(folder).glob("token*"):
-        path.unlink()
-    refuses(lambda: load_reward(task, reward_model=folder), f"--reward_model {folder}: ")
-
-
 def test_an_uploaded_reward_model_loads_by_its_name_on_the_hub(hub):
     """Later from the cache, without the hub."""
     folder = hub.commit("models", "me/reward")
@@ -268,17 +261,15 @@ def test_X13_models_of_one_tokenizer_may_be_padded_to_other_sizes(task):
 
 
 def test_a_dict_of_named_parts_is_their_sum_and_its_names_stay(task, tmp_path):
-    code = "return {'a': [len(x) for x in responses], 'b' * (1 + ('!' in queries[0])): [0.5] * 2}"
+    code = "return {'a': [len(x) for x in responses], 'b' * (1 + ('!' in queries[0])): [0.5]}"
     reward, tokenizer = load_reward(task, tmp_path, code)
-    queries = torch.tensor([tokenizer.encode(text) for text in ("Anna saw", "Ben saw")])
-    responses = utils.pad_left([tokenizer.encode(x) for x in (" A cat .", " A")], 6, tiny.WORDS)
-    scores, components = reward(queries, responses)
-    assert scores.tolist() == [8.5, 2.5]
-    assert {*components} == {"reward/a", "reward/b"}
-    assert components["reward/a"].tolist() == [8, 2]
-    assert components["reward/b"].tolist() == [0.5, 0.5]
-    queries[0, -1] = tokenizer.encode("!")[0]
-    refuses(lambda: reward(queries, responses), "--reward_fn", "'bb'", "'b'")
+    first, other, response = (
+        torch.tensor([tokenizer.encode(x)]) for x in ("Anna", "!", " A cat .")
+    )
+    scores, components = reward(first, response)
+    assert scores.tolist() == [8.5]
+    assert components == {"reward/a": 8, "reward/b": 0.5}
+    refuses(lambda: reward(other, response), "--reward_fn", "'bb'", "'b'")
 
 
 def test_the_judge_of_the_page_asks_in_both_orders_and_all_at_once(tmp_path, monkeypatch, gpt2):
@@ -367,7 +358,7 @@ def test_a_reward_function_with_an_argument_scores_gets_the_reward_models(task, 
     load_reward(task, reward_fn="mine.py:plain", reward_model="./nowhere")  # needs none
 
 
-# A query names its number; so do an int and a list. 5 occurs three times, with other values of `twin`.
+# A query names its number; so do an int and a list. 5 occurs three times, with another `twin` each.
 ROWS = [dict(prompt=f"Anna saw {i} cats.", number=i, tags=[str(i), "x"], twin=0) for i in range(40)]
 ROWS += [ROWS[5] | {"twin": 1}, ROWS[5] | {"twin": 2}, ROWS[7] | {"prompt": " "}]
 REWARD = """
@@ -433,10 +424,8 @@ def test_a_reward_sees_the_columns_of_its_query_in_training_and_evaluation(scrip
         assert row["reward/e"] == row["response"].count("e") / 4
         assert row["reward/long"] > 0
         assert row["score"] == pytest.approx(row["reward/e"] + row["reward/long"])
-    for kind, part in (("objective", "reward"), ("eval", "eval/reward")):
-        total = line[f"{part}/e"] + line[f"{part}/long"]
-        assert line[f"{kind}/scores"] == pytest.approx(total, abs=1e-5)
-        assert line[f"{part}/long_std"] > 0
+    assert line["eval/scores"] == pytest.approx(line["eval/reward/e"] + line["eval/reward/long"])
+    assert line["reward/long_std"] > 0
 
 
 REST = dict(prompt=["1 + 1 ="], answer=["2"], labels=["two"])

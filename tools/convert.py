@@ -1,7 +1,8 @@
 """Rows of other forms → what the scripts read: a JSON object per line, with texts.
 
     python tools/convert.py rows.parquet rows.jsonl --rename question=prompt
-    python tools/convert.py trl-lib/ultrafeedback_binarized pairs.jsonl --chat MODEL --end "<|im_end|>"
+    python tools/convert.py trl-lib/ultrafeedback_binarized pairs.jsonl --chat MODEL \\
+        --end "<|im_end|>"
 
 SOURCE is a file, a folder (of files, or of `save_to_disk`) or a name on the hub, perhaps with
 `:configuration` or `:file`, and `@split`. With --chat, the template of the tokenizer MODEL writes
@@ -21,6 +22,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from os.path import commonprefix
 from pathlib import Path
@@ -40,8 +42,9 @@ READERS = {
     "train_reward.py, pairs": ("prompt", "chosen", "rejected"),
     "train_reward.py, best of several": ("query", "sample0", "sample1", "best"),
 }
-ROLES = dict(human="user", prompter="user", user="user", system="system", assistant="assistant")
-ROLES |= dict.fromkeys(("gpt", "chatgpt", "ai", "bot", "model"), "assistant")
+ROLES = dict(human="user", prompter="user", user="user", system="system")
+ROLES.update(dict.fromkeys(("assistant", "gpt", "chatgpt", "ai", "bot", "model"), "assistant"))
+SHAREGPT = {"from": "role", "value": "content"}  # its names
 TURN = re.compile(r"\n\n(Human|Assistant):")  # in dialogues of hh-rlhf
 
 
@@ -65,9 +68,11 @@ class Args:
 
 def read(source: str) -> Iterator[dict[str, Any]]:
     """The rows of a source; of a folder, those of one split."""
-    path, split = Path(source), "train"
-    if not path.exists() and "@" in source:
-        path, split = Path(source.partition("@")[0]), source.partition("@")[2]
+    path, split = Path(source), ""
+    if not path.exists():
+        name, _, split = source.partition("@")
+        path = Path(name)
+    split = split or "train"
     if not path.is_dir():
         yield from sources.load_rows(source, "SOURCE")
     elif any((path / x).is_file() for x in ("state.json", "dataset_dict.json")):
@@ -91,36 +96,45 @@ def read_messages(value: Any, role: str) -> list[dict[str, Any]]:
         raise ValueError(f"neither a text nor a list of messages: {value!r:.60}{hint}")
     found = []
     for message in value:
-        given = message.items() if isinstance(message, dict) else ()
-        known = {x: y for x, y in given if y is not None}
-        role, content = known.pop("from", None), known.pop("value", None)  # ShareGPT's names
-        known = {"role": role, "content": content} | known
-        if known["role"] not in ROLES or not isinstance(known["content"], str):
+        known: dict[Any, Any] = {}
+        for name, x in message.items() if isinstance(message, dict) else ():
+            if x is not None:
+                known[SHAREGPT.get(name, name)] = x
+        author = known.get("role")
+        if author not in ROLES or not isinstance(known.get("content"), str):
             raise ValueError(f"no text of user, assistant or system: {message}")
-        found.append(known | {"role": ROLES[known["role"]]})
+        known["role"] = ROLES[author]
+        found.append(known)
     return found
 
 
 def split_messages(row: dict[str, Any]) -> tuple[list[dict], dict[str, list[dict]]]:
     """The messages of the prompt, and those of each answer."""
-    answers = {x: read_messages(row[x], "assistant") for x in ANSWERS if row.get(x) is not None}
+    answers = {}
+    for name in ANSWERS:
+        if row.get(name) is not None:
+            answers[name] = read_messages(row[name], "assistant")
     prompt, common = row.get("prompt"), []
     messages = [] if prompt is None else read_messages(prompt, "user")
     if not isinstance(prompt, list) and {"chosen", "rejected"} <= answers.keys():
         both = zip(answers["chosen"][:-1], answers["rejected"][:-1], strict=False)
         common = [x for x, _ in takewhile(lambda x: x[0] == x[1], both)]
-        common = common[:-1] if common and common[-1]["role"] == "assistant" else common
+        if common and common[-1]["role"] == "assistant":
+            common = common[:-1]
         asked = any(message["role"] == "user" for message in common)
         messages = common if asked else common + messages
     for start in (common, messages):  # answers may repeat them
-        answers = {x: y[len(start) * (y[: len(start)] == start) :] for x, y in answers.items()}
+        for name, answer in answers.items():
+            if answer[: len(start)] == start:
+                answers[name] = answer[len(start) :]
     if row.get("system") and isinstance(prompt, str):
         messages = read_messages(row["system"], "system") + messages
     if messages and messages[-1]["role"] == "assistant":
         *messages, last = messages
         if last["content"] and answers:
             raise ValueError(f"the prompt ends with an answer, beside others: {last}")
-        answers = {"completion": [last]} if last["content"] else answers
+        if last["content"]:
+            answers = {"completion": [last]}
     if not messages or not messages[-1]["content"].strip():
         missing = "no prompt, use --rename COLUMN=prompt" if prompt is None else "no text"
         raise ValueError(f"{missing}: {row!r:.200}")
@@ -128,21 +142,24 @@ def split_messages(row: dict[str, Any]) -> tuple[list[dict], dict[str, list[dict
 
 
 def write_chat(row: dict[str, Any], tokenizer: Any, end: str) -> dict[str, Any]:
-    """The row with what the template writes for its messages; an answer without content is empty."""
+    """The row as the template writes its messages; an answer without content is empty."""
     messages, answers = split_messages(row)
-    options: Any = dict(tokenize=False) | (row.get("chat_template_kwargs") or {})
-    before = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
-    texts = {"prompt": before} | dict.fromkeys(answers, "")
+    write = partial(tokenizer.apply_chat_template, tokenize=False)
+    options: Any = row.get("chat_template_kwargs") or {}
+    before = write(messages, add_generation_prompt=True, **options)
+    texts: dict[str, Any] = dict(prompt=before, messages=messages)
     for name, answer in answers.items():
-        if answer and (content := answer[-1]["content"].strip()):
-            text = tokenizer.apply_chat_template([*messages, *answer], **options)
+        content = answer[-1]["content"].strip() if answer else ""
+        texts[name] = ""
+        if content:
+            text = write([*messages, *answer], **options)
             after = text.removeprefix(before)
-            if not text.startswith(before) or content not in after:
+            if after == text or content not in after:
                 raise ValueError(f"the template changes the prompt, or the answer: {text!r}")
             if not end or end not in after:
                 raise ValueError(f"--end {end!r} does not end the answer: {after!r}")
             texts[name] = after[: after.rfind(end) + len(end)]
-    return row | texts | {"messages": messages}
+    return {**row, **texts}
 
 
 def write_texts(row: dict[str, Any]) -> dict[str, Any]:
@@ -159,31 +176,33 @@ def write_texts(row: dict[str, Any]) -> dict[str, Any]:
     if not prompt:
         raise ValueError(f"no prompt, use --rename COLUMN=prompt: {row!r:.200}")
     if chosen.startswith(prompt) and rejected.startswith(prompt):
-        chosen, rejected = (text.removeprefix(prompt) for text in (chosen, rejected))
-    return row | dict(prompt=prompt, chosen=chosen, rejected=rejected)
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    return dict(row, prompt=prompt, chosen=chosen, rejected=rejected)
 
 
 def write_ids(row: dict[str, Any], tokenizer: Any, end: str) -> dict[str, Any]:
     """The row of labels with texts in place of token ids, without their padding."""
-    texts = {}
+    if row.get("query") is None:
+        raise ValueError(f"no query: {row!r:.200}")
+    texts = dict(row)
     for name, value in row.items():
         if re.fullmatch(r"query|sample\d+", name) and value is not None:
             ids = labels.without_padding(value, len(tokenizer))
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
             texts[name] = text.replace(tokenizer.eos_token, end or tokenizer.eos_token)
-    if "query" not in texts:
-        raise ValueError(f"no query: {row!r:.200}")
-    return row | texts
+    return texts
 
 
 def rename_columns(row: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     """The row with new names of columns; one whose new name is empty is left out."""
-    for old in names:
+    for old, new in names.items():
         if old not in row:
-            raise cli.InputError(f"--rename {old}={names[old]}: there are {[*row]}")
-    kept = [(names.get(old, old), value) for old, value in row.items() if names.get(old, old)]
-    sources.check_names([name for name, _ in kept])
-    return dict(kept)
+            raise cli.InputError(f"--rename {old}={new}: there are {[*row]}")
+    kept = []
+    for old, value in row.items():
+        if new := names.get(old, old):
+            kept.append((new, value))
+    return sources.make_object(kept)
 
 
 def describe(out: Path, filled: Counter, rows: int) -> None:
@@ -191,7 +210,8 @@ def describe(out: Path, filled: Counter, rows: int) -> None:
     print(f"{out}: {rows} rows; values in {', '.join(f'{x} {n}' for x, n in filled.items())}")
     for script, columns in READERS.items():
         missing = [name for name in columns if not filled[name]]
-        print(f"{script}: " + (f"no {', '.join(missing)}" if missing else "can read it"))
+        found = f"no {', '.join(missing)}" if missing else "can read it"
+        print(f"{script}: {found}")
 
 
 def main(args: Args) -> None:
@@ -199,45 +219,47 @@ def main(args: Args) -> None:
     name = args.chat or args.ids
     with cli.about(f"--chat or --ids {name}"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name) if name else None
-    special = tokens.special_tokens(tokenizer).values() if args.chat else []
+    special = tokens.special_tokens(tokenizer).values() if args.chat else ()
+    names = {}
     for rename in args.rename:
-        if rename.count("=") != 1:
+        old, equals, new = rename.partition("=")
+        if not equals:
             raise cli.InputError(f"--rename {rename}: write OLD=NEW")
-    names = dict(rename.split("=") for rename in args.rename)
+        names[old] = new
     if args.out.exists():
         raise cli.InputError(f"{args.out} exists")
+    write = write_texts
+    if tokenizer:
+        form = write_ids if args.ids else write_chat
+        write = partial(form, tokenizer=tokenizer, end=args.end)
     skipped: dict[str, list[str]] = defaultdict(list)  # reason → what is said of each row
     filled: Counter = Counter()  # column → values that are neither null nor blank
-    part, total, written, with_special = Path(f"{args.out}.part"), 0, 0, []
+    total, written, with_special = 0, 0, []
+    part = Path(f"{args.out}.part")
+    dump = partial(json.dumps, ensure_ascii=False, default=str)
     with cli.about(args.source), open(part, "w", encoding="utf-8", errors="ignore") as file:
-        for total, given in enumerate(read(args.source), start=1):
+        for number, given in enumerate(read(args.source)):
+            total += 1
             row = rename_columns(given, names)
             try:
-                text = json.dumps(row, ensure_ascii=False, default=str)
+                text = dump(row)
                 if any(word in text for word in args.drop):
                     raise ValueError(f"--drop: {text:.200}")
                 if any(token in text for token in special):
-                    with_special.append(total - 1)
-                if args.ids:
-                    row = write_ids(row, tokenizer, args.end)
-                elif tokenizer:
-                    row = write_chat(row, tokenizer, args.end)
-                else:
-                    row = write_texts(row)
-                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+                    with_special.append(number)
+                row = write(row)
+                file.write(dump(row) + "\n")
                 if not written:
-                    print(json.dumps(row, ensure_ascii=False, default=str, indent=1))
+                    print(dump(row, indent=1))
                 written += 1
                 filled.update(x for x, y in row.items() if y is not None and str(y).strip())
             except (ValueError, TypeError) as error:
-                skipped[str(error).partition(":")[0]].append(f"row {total - 1}: {error}")
+                skipped[str(error).partition(":")[0]].append(f"row {number}: {error}")
     for found in skipped.values():
         print(f"skipped {len(found)} of {total} rows, such as {found[0]}")
     if with_special:
-        where = f"such as row {with_special[0]}; --drop TEXT leaves out rows with one"
-        print(
-            f"{len(with_special)} rows had special tokens before the template wrote its own, {where}"
-        )
+        use = f"such as row {with_special[0]}; --drop TEXT leaves out rows with one"
+        print(f"{len(with_special)} rows had special tokens that no template wrote, {use}")
     if not written:
         part.unlink()
         raise cli.InputError(f"{args.source}: no row was written")

@@ -11,6 +11,7 @@ interquartile mean from ten seeds on) with the 95% interval of a bootstrap over 
 
 import csv
 import glob
+import itertools
 import json
 import math
 import subprocess
@@ -160,12 +161,14 @@ def load(args: Args) -> list[Run]:
         paths = sorted(glob.glob(pattern))
         if not paths:
             raise InputError(f"there is no {pattern}")
-        for name, lines in (run for path in paths for run in read(Path(path)).items()):
+        for name, lines in itertools.chain(*(read(Path(path)).items() for path in paths)):
             own = label or name
-            for theirs, ours in names.items():
-                lines = [{ours: line[theirs]} | line if theirs in line else line for line in lines]
-            if own in per_step:
-                lines = [line | {X: line["step"] * float(per_step[own])} for line in lines]
+            for line in lines:
+                for theirs, ours in names.items():
+                    if theirs in line:
+                        line.setdefault(ours, line[theirs])
+                if own in per_step:
+                    line[X] = line["step"] * float(per_step[own])
             if not any(X in line for line in lines):
                 raise InputError(
                     f"{own} ({name}) has no {X}; name its metric with --names theirs={X}, "

@@ -78,11 +78,15 @@ def accuracies(
     """
     form = [FORMS[reward](response) for response in responses]
     rewards = reward(queries, responses, answer)
-    pairs = zip(responses, map(read_number, answer), strict=True)
-    strict = [x * y for x, y in zip(form, rewards, strict=True)]
-    lenient = [number is not None and last_number(text) == number for text, number in pairs]
-    lists = {"strict": strict, "lenient": lenient, "form": form}
-    return {name: sum(values) / len(responses) for name, values in lists.items()}
+    lenient = []
+    for response, text in zip(responses, answer, strict=True):
+        number = read_number(text)
+        lenient.append(number is not None and last_number(response) == number)
+    return {
+        "strict": np.multiply(form, rewards).mean().item(),
+        "lenient": np.mean(lenient).item(),
+        "form": np.mean(form).item(),
+    }
 
 
 def main(args: Args) -> None:

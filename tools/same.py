@@ -293,11 +293,24 @@ def written(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return out
 
 
-def difference(ours: Path, theirs: Path) -> tuple[float, str]:
-    """The largest difference, 0 only if everything is equal; and the first beyond rounding.
+def relative_gap(mine: Any, other: Any, is_weight: bool) -> tuple[float, float]:
+    """The largest difference of two values, in units of rounding; and this unit.
 
     Relative to a tensor's largest number; for weights, which have moments, only if it is above 1.
     """
+    if not isinstance(other, int | float | torch.Tensor):
+        return 0.0 if mine == other else float("inf"), 1.0
+    mine, other = torch.as_tensor(mine).double(), torch.as_tensor(other).double()
+    size = other.nan_to_num(0, 0, 0).abs().max().item()
+    unit = max(1.0, size) if is_weight else 1e-3 / ROUNDING * max(1e-2, size)
+    if mine.shape != other.shape:
+        return float("inf"), unit
+    gaps = (mine - other).masked_fill(mine == other, 0)  # 0 also for two infinities
+    return gaps.abs().max().item() / unit, unit
+
+
+def difference(ours: Path, theirs: Path) -> tuple[float, str]:
+    """The largest difference, 0 only if everything is equal; and the first beyond rounding."""
     a, b, largest = written(ours), written(theirs), 0.0
     if not a["after update"]:
         return float("inf"), "the script never calls run.checkpoint"
@@ -309,17 +322,8 @@ def difference(ours: Path, theirs: Path) -> tuple[float, str]:
                 return float("inf"), f"{kind} {at}: {sorted(x.keys() ^ y.keys())[0]} is in one only"
             trained = {f"model/{k.split('/')[2]}" for k in y if k.startswith("optimizer/")}
             for name in y:
-                unit, gap = 1.0, float("inf")
-                if not isinstance(y[name], int | float | torch.Tensor):
-                    gap = 0.0 if x[name] == y[name] else gap
-                else:
-                    mine, other = (torch.as_tensor(z).double() for z in (x[name], y[name]))
-                    size = other.nan_to_num(0, 0, 0).abs().max().item()
-                    is_weight = kind == "after update" and name in (trained or y)
-                    unit = max(1.0, size) if is_weight else 1e-3 / ROUNDING * max(1e-2, size)
-                    if mine.shape == other.shape:  # 0 also for two infinities
-                        gaps = (mine - other).masked_fill(mine == other, 0)
-                        gap = gaps.abs().max().item() / unit
+                is_weight = kind == "after update" and name in (trained or y)
+                gap, unit = relative_gap(x[name], y[name], is_weight)
                 if not gap <= ROUNDING:
                     return gap, f"{kind} {at}: {name} is off by {gap * unit:.1g}"
                 largest = max(largest, gap)

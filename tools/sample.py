@@ -7,8 +7,8 @@
 gets a prompt through its template. Scores are those of the run's reward.
 
 With `--out`, a line is a query with `--samples` responses, as texts to read and as the token ids
-that train_reward.py reads (docs/data.md): `query`, `sample0`, ..., and `best`, which is null. Set it
-to the index of the preferred response. Data set and lengths are those of the policy's run. The
+that train_reward.py reads (docs/data.md): `query`, `sample0`, ..., and `best`, which is null. Set
+it to the index of the preferred response. Data set and lengths are those of the policy's run. The
 queries that it holds out for evaluations are left out. Responses that have not ended are sampled
 again (P5). benchmarks/iterate.sh has two rounds of sampling, labeling and training.
 """

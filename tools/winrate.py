@@ -23,15 +23,13 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 import tyro
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from data.tasks import Task  # noqa: E402
 from machinery import cli  # noqa: E402
 from machinery.queries import load_queries  # noqa: E402
-from machinery.rewards import call_reward_function  # noqa: E402
+from machinery.rewards import call_reward_function, total  # noqa: E402
 from machinery.sources import load_function, load_rows  # noqa: E402
 from machinery.tokens import load_tokenizer  # noqa: E402
 from tools import policies  # noqa: E402
@@ -66,11 +64,6 @@ def read_responses(task: Task, number: int) -> tuple[list[str], list[str], dict[
     return decode(tokenizer, table[rows], ids), responses, columns
 
 
-def total(parts: dict[str, Tensor]) -> np.ndarray:
-    """The sum of the parts of a score [N]."""
-    return torch.stack([*parts.values()]).sum(dim=0).double().numpy()
-
-
 def win_rate(a: np.ndarray, b: np.ndarray, seed: int) -> tuple[float, float, float]:
     """The share of queries where a's score [N] is above b's, with its 95% interval."""
     return mean_and_interval((a > b) + 0.5 * (a == b), seed)
@@ -94,7 +87,7 @@ def ask_in_both_orders(
         ask = partial(lambda x, y, responses: judge(queries, x, y), first, second)
         with cli.about(f"--judge {name}"):
             texts = dict(queries=queries, responses=first)
-            found = total(call_reward_function(ask, texts, {}))
+            found = total(call_reward_function(ask, texts, {})).double().numpy()
             if ((found < 0) | (found > 1)).any():
                 raise cli.InputError(f"returned {found}; probabilities are between 0 and 1")
         orders.append(found)
@@ -128,7 +121,8 @@ def main(args: Args) -> None:
         if not in_pairs:
             with cli.about(f"--judge {judge_name}"):
                 given = dict(queries=texts[0], responses=texts[1])
-                scores.append(total(call_reward_function(judge, given, columns)))
+                parts = call_reward_function(judge, given, columns)
+                scores.append(total(parts).double().numpy())
     if asked[0] != asked[1]:
         raise cli.InputError("A and B skip different queries: some are too long for one tokenizer")
     queries = len(texts[0])
@@ -140,10 +134,9 @@ def main(args: Args) -> None:
     else:
         rate, low, high = win_rate(scores[0], scores[1], args.seed)
         more = {"mean_a": float(scores[0].mean()), "mean_b": float(scores[1].mean())}
+    asked_of = policies.name_queries(queries, held_out)
     interval = f"(95%: {low:.1%} to {high:.1%})"
-    print(
-        f"{args.a} beats {args.b} on {rate:.1%} of {policies.name_queries(queries, held_out)} {interval}"
-    )
+    print(f"{args.a} beats {args.b} on {rate:.1%} of {asked_of} {interval}")
     found = {"win_rate": rate, "low": low, "high": high, "queries": queries, "held_out": held_out}
     print(json.dumps(found | more))
 

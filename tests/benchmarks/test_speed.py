@@ -36,9 +36,8 @@ def test_plain_ppo_and_ppo_get_the_same_weights_from_the_same_responses(eos_task
     reward = plain_ppo.load_reward(str(tmp_path), tiny.PAD)
     queries = tiny.make_contexts(tiny.LENGTHS, 8)
     responses = tiny.make_responses(8, 5)
-    orders = [np.random.default_rng(epoch).permutation(8) for epoch in range(2)]
-    epochs = [torch.as_tensor(order).split(4) for order in orders]
-    inputs = dict(queries=[queries], responses=[responses], epochs=[epochs])
+    orders = np.array([np.random.default_rng(epoch).permutation(8) for epoch in range(2)])
+    inputs = dict(queries=[queries], responses=[responses], epochs=[torch.tensor(orders)])
     run = tiny.start(ppo, args, policy, **inputs)
     assert 0 < run.metrics[0]["objective/ended"] < 1  # some scores are the penalty
 

@@ -36,8 +36,8 @@ FAULTS = [  # a line of ppo.py, a wrong one in its place; columns that see it, w
         OFF,
     ),
     (
-        "with distributed.inference(accelerator, policy):  # in eval mode",
-        "with accelerator.autocast():",
+        "with distributed.inference(accelerator, policy):  #",
+        "with accelerator.autocast():  #",
         ["fsdp2", "fsdp2, 4 processes", "fsdp2, resumed", "fsdp2, resumed without"],
         "DTensor",
     ),
@@ -91,6 +91,11 @@ def test_ppo_is_the_same_on_two_processes_and_resumed_from_fsdp2_to_ddp(tmp_path
     number = broken.read_text().partition("args.batch_sizes")[0].count("\n") + 1
     line = f"mine.py:{number}, `local_batch_size = args.batch_sizes // processes`: AttributeError"
     assert not fine and text.startswith(line)
+
+
+@pytest.mark.parametrize("right", [right for right, *_ in FAULTS])
+def test_the_line_that_a_fault_changes_is_there_once(right, tmp_path):
+    write_copy(tmp_path / "copy.py", right, "")
 
 
 @pytest.mark.slow
