@@ -79,9 +79,15 @@ def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[l
     if task.keep_last_line:
         texts = [drop_lines(text, length, tokenizer) for text in texts]
     start = tokens.single_token(tokenizer, task.start_text, "--start_text")
-    before = [task.query_prefix] * len(texts)
     end = task.end_text
-    found, offsets, _ = tokens.encode_after(before, texts, tokenizer, offsets=end is not None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    offsets: list[Any] = []
+    if backend and end is None and not task.query_prefix:  # the same ids, faster
+        encoded = backend.encode_batch_fast(texts, add_special_tokens=False)
+        found = [text.ids for text in encoded]
+    else:
+        before = [task.query_prefix] * len(texts)
+        found, offsets, _ = tokens.encode_after(before, texts, tokenizer, offsets=end is not None)
     queries: list[list[int]] = []
     for i, text in enumerate(texts):
         query = found[i] if text.strip() else []

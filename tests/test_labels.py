@@ -1,12 +1,15 @@
 """Labels: token ids as OpenAI's files hold them, and pairs of texts as people have them."""
 
+import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import formats
 import numpy as np
 import pytest
-from tiny import make_task, refuses
+from conftest import read_metrics
+from tiny import make_args, make_task, refuses, write_task
 from transformers import GPT2Config
 
 import train_reward
@@ -188,3 +191,17 @@ def test_rows_that_are_longer_than_the_model_reads_are_skipped_and_counted(hers,
     assert lists(found.responses) == [[[3], [4]], [[3, 3], [4]]]
     said = capsys.readouterr().out
     assert "skipped 2 of 4 rows: 2 with more tokens" in said and "such as row 1" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt_neox", "falcon"])  # Pythia's and Falcon's
+def test_openais_labels_train_a_model_with_another_tokenizer(kind, gpt2, here):
+    """Softmax over four responses, as for GPT-2; nothing of the files' ids is left."""
+    gpt2.save_pretrained("gpt2")
+    task = write_task(here, kind, label_tokenizer="gpt2")
+    formats.write_rows(here / "labels.json", formats.oai_labels(gpt2) * 4)
+    convert.main(convert.Args("labels.json", Path("texts.jsonl"), ids="gpt2"))
+    task = replace(task, label_dataset="texts.jsonl")
+    train_reward.main(make_args(task, train_reward, output_dir="out", run_name="run"))
+    losses = [row["loss"] for row in read_metrics("run") if "loss" in row]
+    assert len(losses) == 6 and abs(losses[0] - math.log(4)) < 1

@@ -1,6 +1,8 @@
 """Texts to queries, as OpenAI cleaned them; the table of tokens, its cache; what sft.py learns."""
 
 import functools
+import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -381,3 +383,11 @@ def test_answers_in_the_column_of_the_prompts_are_refused(eos_task):
     task = replace(eos_task, response_column=eos_task.query_column)
     load = functools.partial(queries.load_responses, task, *tokens.load_tokenizer(task, 8))
     refuses(load, "--response_column prompt")
+
+
+def test_sft_holds_out_a_tenth_of_few_sequences(start, capsys):
+    start("sft", num_heldout=None)
+    out = capsys.readouterr().out
+    found = re.search(r"(\d+) sequences to learn, (\d+) held out", out)
+    learned, held_out = int(found[1]), int(found[2])
+    assert held_out == math.ceil((learned + held_out) / 10)
