@@ -302,11 +302,12 @@ def check_texts(rows: Rows, column: str, source: str, numbers: np.ndarray) -> No
 
     `numbers` are those of the rows in the source.
     """
+    values = rows.select_columns(column)  # raises an error that lists the columns
     suspects = np.arange(len(rows))
     if is_text(rows, column):
         found = pyarrow.compute.match_substring_regex(text_column(rows, column), MESSAGES)
         suspects = np.flatnonzero(found.fill_null(False))
-    for number, value in zip(numbers[suspects], rows.select(suspects)[column], strict=True):
+    for number, value in zip(numbers[suspects], values.select(suspects)[column], strict=True):
         if value is not None and (not isinstance(value, str) or re.match(MESSAGES, value)):
             use = f"not a text; use {convert_command(source)}"
             raise InputError(f"{column} of row {number} is {value!r:.60}, {use}")
