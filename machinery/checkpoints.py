@@ -17,7 +17,7 @@ from machinery.cli import CHECKPOINTS, FREE, ROOT, InputError, about, read_args
 from machinery.sources import COMMIT, PINNED, digest
 
 KEPT = 2  # newest checkpoints of a run
-# What only some scripts read, and a flag that they have. The others resume whatever it is.
+# What only some scripts read, and a flag that they have. The others do not compare it.
 READ_WITH = dict(label_dataset="num_labels", reward_fn="reward_model", gold_fn="reward_model")
 
 

@@ -161,7 +161,7 @@ def tokenize_rows(
 ) -> "TokenTable":
     """Map `function` (batch of rows → token lists) over rows; drop those without tokens.
 
-    One process of a machine computes and caches it; the others sleep meanwhile. It is computed anew
+    One process of a machine computes and caches it; the others sleep meanwhile. It is computed again
     if a user's own function cleans texts. `flag` limits the length.
     """
     number = datasets.Value("int32")

@@ -37,5 +37,8 @@ def score(queries: list[str], responses: list[str]) -> list[float]:
             texts = {"queries": queries[part], "responses": responses[part]}
             answer = session.post(url, json=texts, timeout=TIMEOUT)
             answer.raise_for_status()
-            scores += answer.json()["scores"]  # the caller checks that there are enough
+            found = answer.json()["scores"]
+            if len(found) != len(texts["responses"]):  # the next batch's scores would move up
+                raise ValueError(f"{url}: {len(found)} scores of {len(texts['responses'])} texts")
+            scores += found
     return scores

@@ -24,7 +24,7 @@ def server(monkeypatch):
             texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             server.seen.append(texts)
             time.sleep(server.wait)
-            scores = [len(text) for text in texts["responses"]]
+            scores = [len(text) for text in texts["responses"]][server.missing :]
             body = json.dumps({"scores": scores}).encode()
             self.send_response(server.statuses.pop(0))
             self.send_header("Content-Length", str(len(body)))
@@ -35,7 +35,7 @@ def server(monkeypatch):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.statuses, server.wait, server.seen = [200] * 3, 0.0, []
+    server.statuses, server.wait, server.missing, server.seen = [200] * 3, 0.0, 0, []
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setenv("REWARD_URL", f"http://127.0.0.1:{server.server_port}/score")
     monkeypatch.setattr(remote_reward, "BATCH_SIZE", 2)
@@ -62,6 +62,12 @@ def test_a_slow_server_ends_in_a_timeout(server, monkeypatch):
     monkeypatch.setattr(remote_reward, "RETRIES", Retry(total=0))
     server.wait = 1.0
     with pytest.raises(requests.Timeout, match="127.0.0.1"):
+        remote_reward.score(QUERIES, RESPONSES)
+
+
+def test_too_few_numbers_are_an_error(server):
+    server.missing = 1
+    with pytest.raises(ValueError, match="1 scores of 2 texts"):
         remote_reward.score(QUERIES, RESPONSES)
 
 
