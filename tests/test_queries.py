@@ -283,18 +283,19 @@ def test_X9_sft_sequences_of_an_eos_task_are_context_response_and_one_end(eos_ta
 
 
 def test_special_tokens_inside_of_texts_are_counted(eos_task, tmp_path, capsys):
-    """One at the end of an answer is its end."""
+    """One at the end of an answer is its end. Said again at a later start, from the cache."""
     end = "<|endoftext|>"
-    rows = [dict(prompt=f"Anna {end} saw", completion=f" it.{end}\n")]
-    rows += [
+    rows = [
+        dict(prompt=f"Anna {end} saw", completion=f" it.{end}\n"),
         dict(prompt="Ben", completion=f" saw{end} it.{end}"),
         dict(prompt="Tom", completion=""),
     ]
     task = replace(eos_task, query_dataset=write_rows(tmp_path / "a.jsonl", rows))
-    queries.load_responses(task, *tokens.load_tokenizer(task, 8))
-    said = capsys.readouterr().out
-    assert f"1 prompt with special tokens, as in 'Anna {end} saw'" in said
-    assert f"1 completion with special tokens, as in ' saw{end} it.{end}'" in said
+    for _ in range(2):
+        queries.load_responses(task, *tokens.load_tokenizer(task, 8))
+        said = capsys.readouterr().out
+        found = f"1 prompt with '{end}', 1 completion with '{end}', 1 completion blank"
+        assert f"3 rows: {found} (docs/data.md)" in said
 
 
 def blocks_by_hand(texts: list[str], tokenizer, size: int) -> list[list[int]]:

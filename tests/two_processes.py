@@ -160,7 +160,7 @@ def average(accelerator: Accelerator) -> dict[str, Any]:
             function = getattr(torch.distributed, name)
             patch.setattr(torch.distributed, name, tiny.keep(function, calls))
         utils.average_gradients(model)
-    means = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    means = {name: x.grad for name, x in model.named_parameters()}
     return {"copy": copy, "means": means, "calls": len(calls)}
 
 
