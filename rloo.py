@@ -187,9 +187,9 @@ class Policy(nn.Module):
 def sample(lm: Any, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R].
 
-    Samples from the full vocabulary, whatever generation_config says: `sample_token` inverts the
-    CDF at the numbers in [0, 1). In EOS tasks, every 16 tokens, responses that have ended are
-    dropped from the batch; `score_responses` removes what was sampled after the end.
+    Samples from the full vocabulary and ignores generation_config: `sample_token` inverts the CDF
+    at the numbers in [0, 1). In EOS tasks, every 16 tokens, responses that have ended are dropped
+    from the batch; `score_responses` removes what was sampled after the end.
     """
     # `DecodingBatch` calls the language model and manages its cache of keys and values. Without it:
     #

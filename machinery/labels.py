@@ -163,7 +163,7 @@ def read_texts(
     `query` and `sample0`, `sample1`, … were read and written by a policy: they stay as they are.
     """
     texts = rows.select_columns(columns)[:]
-    odd = count_texts(texts, columns, str(task.label_dataset), tokenizer)
+    odd = count_texts(texts, range(len(rows)), columns, str(task.label_dataset), tokenizer)
     say_counts(odd, f"{FLAG}, {len(rows)} rows", columns[0], tokenizer)
     prompts, *answers = texts.values()
     stop, ends = task.truncate_token, ids.ends

@@ -46,24 +46,24 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds) -> "TokenTable":
 
 
 def count_texts(
-    batch: dict[str, list], columns: Sequence[str], source: str, tokenizer: Any
+    batch: dict[str, list], numbers: Sequence, columns: list[str], source: str, tokenizer: Any
 ) -> Counter[str]:
     """How many texts are null or blank, or hold special tokens, perhaps not meant as such.
 
     The first column has prompts, others answers, whose end may be such a token. Raises `InputError`
-    for what is no text, and for JSON of messages.
+    for what is no text, and for JSON of messages. `numbers`: of the rows in the source.
     """
     names = tokens.special_tokens(tokenizer).values()
     special = re.compile("|".join(map(re.escape, names)) or "$^")
     found = Counter[str]()
     for column in columns:
-        for text in batch[column]:
+        for number, text in zip(numbers, batch[column], strict=True):
             if text is None:
                 found[f"{column} null"] += 1
                 continue
             if not isinstance(text, str) or re.match(MESSAGES, text):
                 use = f"not a text; use {convert_command(source)}"
-                raise InputError(f"{column} is {text!r:.60}, {use}")
+                raise InputError(f"{column} of row {number} is {text!r:.60}, {use}")
             text = text.rstrip()
             token = special.search(text)
             if not text:
@@ -191,8 +191,10 @@ def tokenize_rows(
     features = datasets.Features(tokens=[number], cut=number, hash=datasets.Value("int64"))
     odd = Counter[str]()
 
-    def encode(batch: dict[str, list]) -> dict[str, list]:
-        odd.update(count_texts(batch, columns, task.query_dataset, tokenizer))
+    def encode(batch: dict[str, list], numbers: Any) -> dict[str, list]:
+        if rows._indices:  # of the source's rows, some were chosen
+            numbers = rows._indices["indices"].take(numbers).to_pylist()
+        odd.update(count_texts(batch, numbers, columns, task.query_dataset, tokenizer))
         found: dict[str, list] = {name: [] for name in features}
         for ids in function(batch):
             found["tokens"].append(ids[:length])
@@ -212,6 +214,7 @@ def tokenize_rows(
     with about(f"{FLAG} {task.query_dataset}"), lock:
         table = rows.select_columns(columns).map(
             encode,
+            with_indices=True,
             batched=True,
             remove_columns=columns,
             features=features,

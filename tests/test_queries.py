@@ -197,6 +197,23 @@ def test_what_a_table_depends_on_makes_another_one(change, task, tmp_path, token
     assert change == "pad" or before != after
 
 
+def test_only_the_rows_that_are_used_are_checked(task, tmp_path):
+    """Which rows these are does not depend on what they hold. The first bad one is named."""
+    texts = [f"Anna saw {i} cats." for i in range(100)]
+    task = replace(task, query_dataset=str(tmp_path / "a.jsonl"), num_queries=10)
+    write_rows(Path(task.query_dataset), [{"text": text} for text in texts])
+    used = sorted(texts.index(text) for text in load_queries(task).columns()["text"])
+    assert len(used) == 10 and used != [*range(10)]
+    for bad in ({*range(100)} - {*used}, used[3:]):
+        rows = [{"text": '[{"role": "user"' if i in bad else x} for i, x in enumerate(texts)]
+        write_rows(Path(task.query_dataset), rows)
+        if bad == used[3:]:
+            refuses(lambda: load_queries(task), f"text of row {used[3]} is", "tools/convert.py")
+        else:
+            found = load_queries(task).columns()["text"]
+            assert sorted(map(texts.index, found)) == used
+
+
 def test_processes_wait_at_a_file_lock_for_the_table_of_the_first(task, tmp_path, tokenized):
     many = replace(task, query_dataset=write_sentences(tmp_path / "many.txt", 2500))
     with ThreadPoolExecutor() as pool:
