@@ -239,7 +239,8 @@ def tokenize_rows(
     if cut.any():
         say(f"{flag}: left out {cut.sum()} tokens, ends of {(cut > 0).sum()} of {len(kept)} texts")
     source = rows if len(rows) == len(table) else table  # blocks of `load_blocks` have no columns
-    return TokenTable(table, source, length, pad_id).select(kept)
+    hashes = np.asarray(table.data.column("hash"))
+    return TokenTable(table, source, hashes, length, pad_id).select(kept)
 
 
 @dataclass
@@ -247,11 +248,12 @@ class TokenTable:
     """Token sequences in a memory-mapped file that the processes of a machine share.
 
     `table[rows]` → [B, length], padded on the left (G2). `source`: the data set's rows, with all
-    columns.
+    columns. `hashes`: of the sequences, to find duplicates.
     """
 
     sequences: Rows
     source: Rows
+    hashes: np.ndarray
     length: int
     pad_id: int
 
@@ -267,12 +269,12 @@ class TokenTable:
 
     def select(self, rows: np.ndarray) -> "TokenTable":
         """A table of these rows."""
-        return replace(self, sequences=self.sequences.select(rows), source=self.source.select(rows))
+        sequences, source = self.sequences.select(rows), self.source.select(rows)
+        return replace(self, sequences=sequences, source=source, hashes=self.hashes[rows])
 
     def hold_out(self, n: int, needed: int = 1) -> tuple["TokenTable", "TokenTable"]:
         """Tables of the first `n` sequences, and without them and their duplicates."""
-        hashes = self.sequences.select_columns("hash").with_format("numpy")[:]["hash"]
-        rest = np.flatnonzero(~np.isin(hashes, hashes[:n]))
+        rest = np.flatnonzero(~np.isin(self.hashes, self.hashes[:n]))
         if len(rest) < needed:
             left = f"of {len(self)} sequences leaves {len(rest)}; training needs {needed}"
             raise InputError(f"--eval_queries (of sft.py: --num_heldout): holding out {n} {left}")

@@ -295,7 +295,7 @@ def test_X9_sft_sequences_of_an_eos_task_are_context_response_and_one_end(eos_ta
     assert sorted(found.tolist()) == sorted(expected)
     assert (found == tokenizer.eos_token_id).sum(dim=1).sort()[0].tolist() == [0, 1, 1, 1, 1]
     said = capsys.readouterr().out
-    assert "7 rows: 1 prompt blank, 1 completion null, 1 completion blank" in said
+    assert "7 rows: 1 prompt blank, 1 completion blank, 1 completion null" in said
     assert "skipped 2 of 7 rows" in said
 
 
@@ -367,10 +367,11 @@ def test_a_dialogue_with_its_answer_is_no_query(load, eos_task, tmp_path):
 def test_queries_without_the_tokens_of_a_chat_template_are_said(chat, eos_task, tmp_path, capsys):
     ids = TokenIds(WORDS, 0, [], [])
     chat.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    for text, expected in (("Hi", "no prompt with"), ("<|im_start|>Hi", "1 prompt with")):
-        path = write_rows(tmp_path / f"{expected}.jsonl", [dict(prompt=text)])
+    missing = "no prompt with special tokens of the chat template"
+    for text, expected in (("Hi", missing), ("<|im_start|>Hi", "1 prompt with '<|im_start|>'")):
+        path = write_rows(tmp_path / f"{len(text)}.jsonl", [dict(prompt=text)])
         queries.load_queries(replace(eos_task, query_dataset=path), chat, ids)
-        assert f"1 rows: {expected} special tokens" in capsys.readouterr().out
+        assert f"1 rows: {expected} (docs/data.md)" in capsys.readouterr().out
 
 
 def test_sounds_are_not_decoded_and_rows_that_nothing_reads_are_counted(task, tmp_path, capsys):
@@ -406,6 +407,6 @@ def test_answers_in_the_column_of_the_prompts_are_refused(eos_task):
 def test_sft_holds_out_a_tenth_of_few_sequences(start, capsys):
     start("sft", num_heldout=None)
     out = capsys.readouterr().out
-    found = re.search(r"(\d+) sequences to learn, (\d+) held out", out)
+    found = re.search(r"(\d+) training sequences, (\d+) held out", out)
     learned, held_out = int(found[1]), int(found[2])
     assert held_out == math.ceil((learned + held_out) / 10)
