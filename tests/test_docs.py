@@ -6,13 +6,12 @@ import re
 import statistics
 import subprocess
 import tomllib
-from collections.abc import Callable, Iterable
 from decimal import Decimal
 
 import pytest
 import tiny
 import yaml
-from test_readme import PAGES, ROOT, blocks
+from test_readme import PAGES, ROOT, code_of
 
 from benchmarks import mutations
 
@@ -75,10 +74,9 @@ def test_every_detail_has_a_row_a_test_and_a_mutation():
 
 
 def test_every_metric_is_explained(runs):
-    pages = dict(ppo=["ppo"], rloo=["rloo", "ppo"], train_reward=["train_reward"])
-    pages["sft"] = ["train_reward"]
+    pages = dict(ppo="ppo", rloo="rloo ppo", train_reward="train_reward", sft="train_reward")
     for script, lines in runs.metrics.items():
-        text = "".join(PAGES[f"docs/{page}.md"] for page in pages[script])
+        text = "".join(PAGES[f"docs/{page}.md"] for page in pages[script].split())
         metrics = set().union(*lines)
         assert len(metrics) > 5
         for metric in metrics:
@@ -133,20 +131,19 @@ def test_no_text_tells_how_it_was_made():
 
 
 SCORE, GOLD, KL = "objective/scores", "objective/gold_score", "objective/kl"
-Cells = list[str]  # of a row of a table
 
 
-def column(file: str, name: str, **where: str) -> list[float]:
+def column(file, name, **where):
     """The numbers of a column of a CSV, of the rows that have these values."""
     rows = csv.DictReader((ROOT / "benchmarks/results" / f"{file}.csv").read_text().splitlines())
     return [float(row[name]) for row in rows if where.items() <= row.items()]
 
 
-def mean(file: str, name: str, **where: str) -> float:
+def mean(file, name, **where):
     return statistics.mean(column(file, name, **where))
 
 
-def curve(file: str, label: str, metric: str) -> list[float]:
+def curve(file, label, metric):
     """Of eight seeds the first update; of the last five updates mean and interval."""
     where = dict(label=label, metric=metric)
     numbers = column(file, "first", run="mean of 8", **where)
@@ -155,31 +152,33 @@ def curve(file: str, label: str, metric: str) -> list[float]:
     return numbers
 
 
-def seeds(file: str, label: str, metric: str) -> list[float]:
+def seeds(file, label, metric):
     """Mean, lowest and highest seed. The last three rows of a label are a summary of its seeds."""
     found = column(file, "last", label=label, metric=f"eval/{metric}")[:-3]
     return [statistics.mean(found), min(found), max(found)]
 
 
-def claim(cells: Cells) -> list[float] | None:
+def claim(cells):
     if "true score before" not in cells[0]:
         return None
     return curve("synthetic", "PPO", GOLD) + curve("synthetic", "RLOO", GOLD)
 
 
-def synthetic(cells: Cells) -> list[float]:
-    file, label = "synthetic", cells[0]
-    kl = curve(file, label, KL)[1:] + curve(file, label, "objective/kl_coef")[1:]
-    return curve(file, label, SCORE) + curve(file, label, GOLD) + kl
+def scores_and_kl(file, label):
+    return curve(file, label, SCORE) + curve(file, label, GOLD) + curve(file, label, KL)[1:]
 
 
-def synthetic_eos(cells: Cells) -> list[float]:
-    file, label = "synthetic_eos", cells[0]
-    scores = curve(file, label, SCORE) + curve(file, label, GOLD)
-    return scores + curve(file, label, KL)[1:] + curve(file, label, "objective/response_length")
+def synthetic(cells):
+    kl_coef = curve("synthetic", cells[0], "objective/kl_coef")
+    return scores_and_kl("synthetic", cells[0]) + kl_coef[1:]
 
 
-def what_fits(cells: Cells) -> list[float]:
+def synthetic_eos(cells):
+    lengths = curve("synthetic_eos", cells[0], "objective/response_length")
+    return scores_and_kl("synthetic_eos", cells[0]) + lengths
+
+
+def what_fits(cells):
     sizes = {"sentiment": "--micro_batch_tokens 32768 --rollout_batch_size 512", "tldr": ""}
     numbers = []
     for task, flags in sizes.items():
@@ -188,30 +187,30 @@ def what_fits(cells: Cells) -> list[float]:
     return numbers
 
 
-def one_gpu(cells: Cells) -> list[float]:
+def one_gpu(cells):
     return [max(what_fits([f"Pythia {cells[0]}"])[2:])]
 
 
 WAYS = "0", "0.01", "0.03", "0.1", "random"
 
 
-def arithmetic(cells: Cells, metric: str = "gold_score", ways: Iterable = WAYS) -> list[float]:
+def arithmetic(cells, metric="gold_score", ways=WAYS):
     numbers = []
     for way in ways:
         numbers += seeds("arithmetic", f"{cells[0]} {way}", metric)
     return numbers
 
 
-def arithmetic_kl(cells: Cells) -> list[float]:
+def arithmetic_kl(cells):
     return arithmetic(cells, "kl")[::3]  # means only
 
 
-def long(cells: Cells) -> list[float]:
+def long(cells):
     ways = "0.01 long", "0.1 long"
     return arithmetic(cells, "gold_score", ways) + arithmetic(cells, "kl", ways)
 
 
-def ablation(cells: Cells) -> list[float]:
+def ablation(cells):
     script, _, two = cells[0].partition(" on two")
     where = dict(what=cells[2], script=script, processes="2" if two else "1")
     gains = []
@@ -226,11 +225,11 @@ def ablation(cells: Cells) -> list[float]:
     return numbers
 
 
-def patch(cells: Cells) -> list[float]:
+def patch(cells):
     return seeds("patches", cells[0], "gold_score") + seeds("patches", cells[0], "kl")
 
 
-def row_of(file: str, key: str, *columns: str) -> Callable[[Cells], list[float]]:
+def row_of(file, key, *columns):
     """Of the rows that a table's first cell names; words may follow the name."""
     return lambda cells: [mean(file, name, **{key: cells[0].split("` ")[0]}) for name in columns]
 
@@ -281,8 +280,7 @@ def test_numbers_of_a_table_are_those_of_its_csv(page, header, start, end, expec
 
 @pytest.mark.slow
 def test_random_sentences_score_as_the_readme_says(capsys):
-    (code,) = (block for block in blocks("docs/results.md", "python") if "happy" in block)
-    exec(code, {})
+    exec(code_of("docs/results.md", "happy"), {})
     all_sentences, happy = (float(word) for word in capsys.readouterr().out.split())
     assert f"stories score\n{abs(all_sentences):.1f}" in PAGES["README.md"]
     assert f"happy sentences {happy:.1f}" in PAGES["README.md"]
@@ -311,11 +309,11 @@ def test_one_version_everywhere():
     assert PROJECT["version"] == citation["version"] == "0.2.0"
 
 
-def pins(file: str) -> dict[str, str]:
+def pins(file):
     return dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / file).read_text(), flags=re.M))
 
 
-def version(text: str) -> tuple[int, ...]:
+def version(text):
     return tuple(map(int, text.split(".")))
 
 

@@ -26,22 +26,22 @@ TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}{{ eos_tok
 TURNS += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
-def write_classifier(folder: Path, kind: str = "gpt2", num_labels: int = 1):
+def write_classifier(folder, kind="gpt2", num_labels=1):
     """A folder as TRL's RewardTrainer saves it: one label, a pad that the tokenizer has, bf16."""
     torch.manual_seed(0)
-    config = tiny.config(kind, vocab=tiny.WORDS, dropout=0.1, positions=256)
-    config.num_labels, config.pad_token_id = num_labels, 3
+    sizes = dict(vocab=tiny.WORDS, positions=256, num_labels=num_labels, pad_token_id=3)
+    config = tiny.config(kind, dropout=0.1, **sizes)
     model = AutoModelForSequenceClassification.from_config(config)
     model.to(torch.bfloat16).save_pretrained(folder)
     tiny.write_tokenizer(folder)
     return AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def own_scores(classifier, rows: list[list[int]]) -> list[float]:
+def own_scores(classifier, rows):
     return [classifier(torch.tensor([row])).logits.item() for row in rows]
 
 
-def begin_with_bos(tokenizer) -> None:
+def begin_with_bos(tokenizer):
     begin = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     tokenizer.backend_tokenizer.post_processor = begin
 
@@ -73,13 +73,7 @@ def test_X13_a_converted_classifier_scores_as_its_own_forward(kind, tmp_path, ta
     """Ours gets padding on both sides."""
     classifier = write_classifier(tmp_path / "trl", kind)
     convert_reward.main(str(tmp_path / "trl"), str(tmp_path / "reward"))
-    queries = tiny.make_contexts([8, 3, 1, 5], 8, vocab=tiny.WORDS)
-    responses = tiny.make_contexts([5] * 4, 5, seed=1, vocab=tiny.WORDS)
-    rows = []
-    for i, length in enumerate((5, 1, 3, 2)):
-        responses[i, length:] = tiny.WORDS
-        tokens = torch.cat([queries[i], responses[i]])
-        rows.append(tokens[tokens != tiny.WORDS].tolist())
+    queries, responses, rows = tiny.make_texts()
     args = tiny.make_args(task, reward_model=str(tmp_path / "reward"))
     given = AutoTokenizer.from_pretrained(task.base_model), TokenIds(tiny.WORDS, [], [], [])
     reward = load_reward(args, *given, Accelerator(cpu=True))

@@ -1,6 +1,5 @@
 """The files in configs/, read by launchers: real launches on a CPU, and Slurm with stand-ins."""
 
-import json
 import os
 import re
 import shlex
@@ -18,7 +17,7 @@ from accelerate import ParallelismConfig
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState
-from conftest import without_times
+from conftest import read_args, read_lines, without_times
 from test_resume import free_port
 
 from data import tasks
@@ -40,14 +39,14 @@ PPO = dict(response_length=5, batch_size=8, num_minibatches=2, eval_every=99, ev
 RUNNING = (ROOT / "docs/running.md").read_text()
 
 
-def command(script: str, task: tasks.Task, **values: object) -> list:
+def command(script, task, **values):
     """A script and its flags."""
     words = [ROOT / script, "--task=synthetic", "--query_length=8"]
     words += [f"--base_model={task.base_model}", f"--query_dataset={task.query_dataset}"]
     return words + [f"--{name}={value}" for name, value in values.items()]
 
 
-def start(folder, words: list, **env: str) -> subprocess.Popen:
+def start(folder, words, **env):
     """Start a command on a CPU in a folder that is not the project's."""
     kept = dict(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     for name, value in os.environ.items():
@@ -57,24 +56,23 @@ def start(folder, words: list, **env: str) -> subprocess.Popen:
     return subprocess.Popen([str(word) for word in words], cwd=folder, env=kept | env, **streams)
 
 
-def finish(process: subprocess.Popen, code: int = 0) -> str:
+def finish(process, code=0):
     text = process.communicate(timeout=200)[0]
     assert process.returncode == code, text
     return text
 
 
-def exported(name: str) -> dict[str, str]:
+def exported(name):
     """The variables of a line of docs/running.md, of which `name` begins the first."""
     (words,) = re.findall(rf"`export ({name}.*?)`", RUNNING)
     return dict(word.split("=") for word in words.split())
 
 
-def metrics(folder, name: str) -> list[dict]:
-    text = (folder / f"runs/{name}/metrics.jsonl").read_text()
-    return without_times([json.loads(line) for line in text.splitlines()])
+def metrics(folder, name):
+    return without_times(read_lines(folder / f"runs/{name}/metrics.jsonl"))
 
 
-def wait_until(condition, seconds: float = 300) -> None:
+def wait_until(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.1)
@@ -144,7 +142,7 @@ def test_ddp_and_two_machines_give_the_same_numbers_and_fsdp2_is_refused_on_a_cp
     """All at once. On a CPU accelerate makes something else of configs/fsdp2.yaml."""
     port = 29611 + os.getpid() % 1000
 
-    def launch(name: str, offset: int, *more: object) -> subprocess.Popen:
+    def launch(name, offset, *more):
         words = [*ACCELERATE, "--config_file", CONFIGS / f"{name}.yaml", "--num_processes", 2]
         words += ["--main_process_port", port + offset, *more]
         return start(tmp_path, words + command("sft.py", task, **SFT, run_name=name))
@@ -155,7 +153,7 @@ def test_ddp_and_two_machines_give_the_same_numbers_and_fsdp2_is_refused_on_a_cp
         finish(run)
     found = metrics(tmp_path, "ddp")
     assert found == metrics(tmp_path, "two_machines") and len(found) >= 3
-    args = json.loads((tmp_path / "runs/two_machines/args.json").read_text())
+    args = read_args(tmp_path / "runs/two_machines")
     assert (args["processes"], args["mixed_precision"]) == (2, "bf16")
     assert "FSDP2 did not start" in finish(launch("fsdp2", 2), code=1)
     assert not (tmp_path / "runs/fsdp2").exists()
@@ -187,7 +185,7 @@ def test_a_run_that_torchrun_restarts_equals_an_undisturbed_one(task, tmp_path):
     torchrun += ["--nproc_per_node", 2, "--max_restarts", 3]
     values = dict(total_episodes=48, reward_fn="killer.py:score", save_every=1, resume="auto")
 
-    def launch(name: str, **env: str) -> str:
+    def launch(name, **env):
         words = torchrun + command("ppo.py", task, **PPO, **values, run_name=name)
         return finish(start(tmp_path, words, **exported("TORCH_DISABLE"), **env))
 
@@ -281,11 +279,10 @@ def launch(monkeypatch):
         return distributed.start(args or tiny.make_args())
 
     yield launch
-    AcceleratorState._reset_state(True)
     torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize(("name", "value", "words"), REFUSED)
+@pytest.mark.parametrize("name, value, words", REFUSED)
 def test_a_launch_that_would_silently_change_the_mathematics_is_refused(name, value, words, launch):
     tiny.refuses(lambda: launch(**{name: value}), *words)
 

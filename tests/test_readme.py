@@ -31,7 +31,7 @@ LINK = re.compile(r"\[`([\w.]+)`\]\((\w+\.py)#L(\d+)\)")
 LENGTH = re.compile(r"(?m)^\| `([\w/]+\.py)` \| (\d+) \|")
 
 
-def right_line(link: re.Match) -> str:
+def right_line(link):
     """The link with the line where its function, class or `Class.method` begins."""
     name, file, _ = link.groups()
     node = ast.parse((ROOT / file).read_text())
@@ -40,15 +40,20 @@ def right_line(link: re.Match) -> str:
     return f"[`{name}`]({file}#L{node.lineno})"
 
 
-def right_length(row: re.Match) -> str:
+def right_length(row):
     return f"| `{row[1]}` | {len((ROOT / row[1]).read_text().splitlines())} |"
 
 
-def blocks(page: str, language: str) -> list[str]:
+def blocks(page, language):
     return re.findall(rf"^ *```{language}\n(.*?)^ *```", PAGES[page], flags=re.M | re.S)
 
 
-def commands(lines: list[str]) -> list[str]:
+def code_of(page, words):
+    """The first block of Python on a page that has these words."""
+    return next(block for block in blocks(page, "python") if words in block)
+
+
+def commands(lines):
     """One command a line, without comments."""
     found = []
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
@@ -84,7 +89,7 @@ def test_the_readme_says_how_long_the_scripts_are():
 
 
 def test_the_readme_shows_the_loop_of_ppo():
-    (excerpt,) = (x for x in blocks("README.md", "python") if "compute_advantages" in x)
+    excerpt = code_of("README.md", "compute_advantages")
     lines = [line.strip() for line in excerpt.splitlines()]
     source = (ROOT / "ppo.py").read_text()
     assert len(lines) > 10 and [line for line in lines if line not in source] == []
@@ -153,7 +158,7 @@ diff() { command diff "$@" || [ $? = 1 ]; }
 """
 
 
-def local_commands(page: str) -> str:
+def local_commands(page):
     """The commands of a page that need nothing, in its order; a loop runs once."""
     text = "".join(blocks(page, "bash")).replace("in 1 2 3", "in 1").replace("\\\n", " ")
     found = ""
@@ -172,7 +177,7 @@ def project(tmp_path_factory):
     env = os.environ | {"BASH_ENV": str(tiny), "HF_HUB_OFFLINE": "1"}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
 
-    def run(command: str, cwd: Path = folder) -> None:
+    def run(command, cwd=folder):
         done = subprocess.run(["bash", "-c", command], cwd=cwd, env=env, capture_output=True)
         assert done.returncode == 0, (command, done.stdout[-500:], done.stderr[-3000:].decode())
 
@@ -194,8 +199,7 @@ def test_local_commands_run_as_printed(page, project, tmp_path):
     base, run = project
     folder = shutil.copytree(base, tmp_path / "project", symlinks=True)
     if page == "README.md":
-        (code,) = (x for x in blocks(page, "python") if "def score(" in x)
-        (folder / "my_reward.py").write_text(code)
+        (folder / "my_reward.py").write_text(code_of(page, "def score("))
     run(local_commands(page), folder)
     if page == "README.md":
         assert (folder / "models/synthetic/mine/model.safetensors").is_file()

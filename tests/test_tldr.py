@@ -6,20 +6,19 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
 import tokenizers
 import torch
 import transformers
-from conftest import SCRIPTS
-from formats import TLDR
+from conftest import SCRIPTS, run_script
+from formats import TLDR, write_rows
 from test_readme import PRINTED
 from tokenizers import decoders, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
 
-from machinery import cli, models, tokens
+from machinery import models, tokens
 from tools import convert_reward
 
 EOS = 0
@@ -37,7 +36,7 @@ CONFIG = """{"_name_or_path": "EleutherAI/pythia-1b-deduped", "attention_dropout
 LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
-def write_tokenizer(folder: Path, pad: bool) -> None:
+def write_tokenizer(folder, pad):
     """GPT-NeoX's tokenizer with few merges. Of SFT models, special_tokens_map alone names a [PAD],
     which becomes one more token; reward models have none."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -57,7 +56,7 @@ def write_tokenizer(folder: Path, pad: bool) -> None:
     (folder / "special_tokens_map.json").write_text(json.dumps(special))
 
 
-def write_model(cls: type, folder: str, seed: int, dtype: torch.dtype, form: str) -> Any:
+def write_model(cls, folder, seed, dtype, form):
     """A folder as the hub has it: one safetensors `file`, or shards with an `index`."""
     path = Path(folder)
     path.mkdir(parents=True)
@@ -74,18 +73,18 @@ def write_model(cls: type, folder: str, seed: int, dtype: torch.dtype, form: str
     return model.float().eval()
 
 
-def write_models(size: str, form: str) -> tuple[Any, Any]:
+def write_models(size, form):
     """SFT model in bf16, reward model in fp32 (1B's), and posts as in trl-lib/tldr."""
     sft = write_model(GPTNeoXForCausalLM, SFT.format(size), 1, torch.bfloat16, form)
     cls = transformers.GPTNeoXForSequenceClassification
     rm = write_model(cls, RM.format(size), 2, torch.float32, form)
     words = ("house", "cat", "bus", "sea", "door", "red ship", "soup,  or\n\n  so", "tree")
     rows = [{key: text.replace("house", word) for key, text in TLDR[0].items()} for word in words]
-    Path("posts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    write_rows(Path("posts.jsonl"), rows)
     return sft, rm
 
 
-def commands(script: str, size: str) -> list[list[str]]:
+def commands(script, size):
     """The flags of the page's commands that start from the models of this size."""
     found = [re.search(rf"(?:^|/| ){script}\.py (.*)", line) for line in PRINTED["docs/tldr.md"]]
     return [shlex.split(x[1]) for x in found if x and SFT.format(size) in x[1]]
@@ -100,7 +99,7 @@ def test_the_pages_command_scores_as_the_classifier_itself(name, size, form, her
     monkeypatch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
     words = [*commands(name, size)[0], *TASK.split(), *TINY.split(), "--num_ppo_epochs", "1"]
     words += ["--lr", "0", "--output_dir", "policy"]
-    script.main(cli.parse_args(script.Args, script.PRESETS, words))
+    run_script(name, words)
     pad = lm.config.vocab_size
     ended = torch.cat([rollout.finished for rollout in rollouts])
     assert 3 < ended.sum() < len(ended) - 3

@@ -20,9 +20,9 @@ import tokenizers
 import torch
 import transformers
 import tyro
-from conftest import SCRIPTS, read_metrics
+from conftest import read_args, read_metrics, run_script
 from formats import BLUE, USER
-from test_readme import PAGES, ROOT, blocks
+from test_readme import PAGES, ROOT, blocks, code_of
 from test_resume import free_port
 from tiny import refuses
 from tokenizers.processors import TemplateProcessing
@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import utils
 from benchmarks.mutations import copy_project
 from data import tasks
-from machinery import cli, labels, queries, sources
+from machinery import labels, queries, sources
 from machinery.tokens import bos, encode_answers, load_tokenizer, single_token
 from tools import convert
 
@@ -70,9 +70,9 @@ def test_what_texts_begin_with_is_found_without_an_x(begin):
 
 
 @torch.no_grad()
-def likes_to_end(tokenizer, positions: int):
+def likes_to_end(tokenizer):
     """A tiny random model, many of whose responses end."""
-    lm = tiny.make_lm(vocab=len(tokenizer), positions=positions)
+    lm = tiny.make_lm(vocab=len(tokenizer), positions=512)
     lm.transformer.ln_f.bias += lm.transformer.wte.weight[tokenizer.convert_tokens_to_ids(END)]
     lm.transformer.ln_f.bias *= 4
     return lm
@@ -82,21 +82,30 @@ def likes_to_end(tokenizer, positions: int):
 def model(request, tmp_path_factory):
     tokenizer = {"small": small_tokenizer, "smollm2": smollm2_tokenizer}[request.param]()
     folder = tmp_path_factory.mktemp("model")
-    likes_to_end(tokenizer, 256).save_pretrained(folder)
+    likes_to_end(tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     encode = partial(tokenizer.encode, add_special_tokens=False)
     return SimpleNamespace(folder=folder, tokenizer=tokenizer, encode=encode)
 
 
-def make_task(model, rows: list[dict], path: Path, **changes) -> tasks.Task:
+def make_task(model, rows, path, **changes):
     """A chat task whose queries are these rows in a file."""
-    formats.write_rows(path, rows)
-    values = dict(query_length=100, response_length=8, truncate_token=END, truncate_after=0)
-    values |= dict(base_model=str(model.folder), query_dataset=str(path), query_column="prompt")
-    return tiny.make_task(**values | dict(eos_task=True) | changes)
+    values = dict(
+        base_model=str(model.folder),
+        query_dataset=formats.write_rows(path, rows),
+        query_column="prompt",
+        response_column="completion",
+        query_length=100,
+        response_length=8,
+        truncate_token=END,
+        truncate_after=0,
+        eos_task=True,
+    )
+    values.update(changes)
+    return tiny.make_task(**values)
 
 
-def load(function, task: tasks.Task, **size) -> list[list[int]]:
+def load(function, task, **size):
     """The sequences of a table without padding, in order of the rows."""
     tokenizer, ids = load_tokenizer(task, task.response_length)
     table = function(task, tokenizer=tokenizer, ids=ids, **size)[:].tolist()
@@ -114,7 +123,7 @@ def test_prompts_that_are_blank_or_too_long_are_skipped_and_counted(model, tmp_p
 @pytest.mark.parametrize("prompt", [[USER], 7, {"text": "Hi"}, ["a", "b"], json.dumps([USER])])
 def test_what_is_no_text_is_refused_with_what_converts_it(prompt, model, tmp_path):
     rows = [{"prompt": "Hi", "completion": "Yes."}, {"prompt": prompt, "completion": [BLUE]}]
-    task = make_task(model, rows, tmp_path / "rows.jsonl", response_column="completion")
+    task = make_task(model, rows, tmp_path / "rows.jsonl")
     what = "of row 1 is", repr(prompt), "tools/convert.py"
     refuses(lambda: load(queries.load_queries, task), "rows.jsonl: ", "prompt", *what)
     rows[1] |= {"prompt": "Hi", "completion": prompt}
@@ -177,13 +186,12 @@ TOKENIZERS |= {"gpt2": formats.gpt2_tokenizer, "small": small_tokenizer}
 
 
 @pytest.fixture(params=TOKENIZERS, scope="module")
-def whole(request, tmp_path_factory) -> SimpleNamespace:
+def whole(request, tmp_path_factory):
     """A task whose model has one of these tokenizers, and what a text's ids are by itself."""
     tokenizer, model = TOKENIZERS[request.param](), SimpleNamespace()
     end, model.folder = tokenizer.eos_token, tmp_path_factory.mktemp("model")
-    for x in (tiny.config(vocab=len(tokenizer), positions=256), tokenizer):
-        x.save_pretrained(model.folder)
-    make = partial(make_task, model, truncate_token=end, response_column="completion")
+    tiny.write_config(model.folder, tokenizer, positions=256)
+    make = partial(make_task, model, truncate_token=end)
     of_text = lambda text: tokenizer.encode(text) + [tokenizer.eos_token_id]  # noqa: E731
     return SimpleNamespace(make=make, ids=of_text, tokenizer=tokenizer)
 
@@ -198,10 +206,9 @@ def test_plain_texts_begin_once_with_what_the_tokenizer_begins_them_with(begin, 
     special = list(zip(begin, ids, strict=True))
     processor = TemplateProcessing(single=[*begin, "$A"], special_tokens=special)
     tokenizer.backend_tokenizer.post_processor = processor
-    for x in (tiny.config(vocab=len(tokenizer)), tokenizer):
-        x.save_pretrained(tmp_path / "model")
+    model = SimpleNamespace(folder=tiny.write_config(tmp_path / "model", tokenizer))
     texts = ["Hi there. Yes", "".join(begin) + "Hi there. Yes"]
-    rows, model = [{"prompt": text} for text in texts], SimpleNamespace(folder=tmp_path / "model")
+    rows = [{"prompt": text} for text in texts]
     task = make_task(model, rows, tmp_path / "a.jsonl", truncate_token="</s>", query_length=16)
     expected = ids + tokenizer.encode("Hi there. Yes", add_special_tokens=False)
     assert load(queries.load_queries, task) == [expected] * 2
@@ -246,7 +253,7 @@ def test_answers_that_merge_with_prompts_are_tokenized_alone(whole, tmp_path, ca
 def test_answers_and_blocks_that_are_cut_are_counted(model, tmp_path, capsys):
     texts = ["a b c d e f g h i j"] * 3 + ["a"]
     rows = [dict(prompt="Hi", completion=text) for text in texts]
-    task = make_task(model, rows, tmp_path / "a.jsonl", response_column="completion")
+    task = make_task(model, rows, tmp_path / "a.jsonl")
     size = len(model.encode(texts[0])) + 1  # with its end
     lost = 3 * (size - 8)
     for _ in range(2):  # also if the table is in the cache
@@ -266,7 +273,6 @@ def test_prompts_that_are_cut_are_counted(model, tmp_path, capsys):
         dict(prompt="a", completion=" Hi"),
     ]
     task = make_task(model, rows, tmp_path / "a.jsonl", query_length=8, eos_task=False)
-    task = replace(task, response_column="completion")
     long = model.encode(rows[0]["prompt"])
     assert long[:8] in load(queries.load_queries, task)
     lost = f"left out {len(long) - 8} tokens, ends of 1 of 2 texts"
@@ -277,12 +283,11 @@ def test_prompts_that_are_cut_are_counted(model, tmp_path, capsys):
 
 def test_judged_answers_become_references_and_pairs_by_the_code_of_docs_data(model, here):
     """KTO's form: sft.py learns all answers; train_reward.py needs pairs."""
-    task = make_task(model, JUDGED, Path("judged.jsonl"), response_column="completion")
-    task = replace(task, label_dataset="judged.jsonl")
+    task = make_task(model, JUDGED, Path("judged.jsonl"), label_dataset="judged.jsonl")
     assert len(load(queries.load_responses, task)) == 5
     given = load_tokenizer(task, 8)
     refuses(partial(labels.load_labels, task, *given), "--label_dataset judged.jsonl", "data.md")
-    exec(next(x for x in blocks("docs/data.md", "python") if "judged.jsonl" in x), {})
+    exec(code_of("docs/data.md", "judged.jsonl"), {})
     task = replace(task, query_dataset="sft.jsonl", label_dataset="pairs.jsonl")
     assert len(load(queries.load_responses, task)) == 3
     found = labels.load_labels(task, *given)
@@ -291,13 +296,12 @@ def test_judged_answers_become_references_and_pairs_by_the_code_of_docs_data(mod
     assert sorted(texts) == [["Hi", f" yes{END}", f" bad{END}"], ["So", f" good{END}", f" no{END}"]]
 
 
-def own_data(folder: Path, page: int) -> str:
+def own_data(folder, page):
     """A block of commands of docs/data.md, beside its models, tiny, and its files, of 16 rows."""
     tokenizer = small_tokenizer()
-    config = tiny.config(vocab=len(tokenizer), positions=512)
-    config.num_labels, config.pad_token_id = 1, 0
+    config = tiny.config(vocab=len(tokenizer), positions=512, num_labels=1, pad_token_id=0)
     classifier = transformers.AutoModelForSequenceClassification.from_config(config)
-    for name, model in (("model", likes_to_end(tokenizer, 512)), ("my_classifier", classifier)):
+    for name, model in (("model", likes_to_end(tokenizer)), ("my_classifier", classifier)):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     for name, row in re.findall(r"^\| `(\w+\.jsonl)` \| `(.*)` \|$", DATA, flags=re.M):
@@ -321,7 +325,7 @@ def test_the_page_goes_from_own_data_to_ppo(here):
             convert.main(tyro.cli(convert.Args, args=flags))
             continue
         flags += [*tiny.FLAGS[name].split(), "--response_length", "16"]
-        SCRIPTS[name].main(cli.parse_args(SCRIPTS[name].Args, SCRIPTS[name].PRESETS, flags))
+        run_script(name, flags)
         assert Path("models/tldr", name, "model.safetensors").is_file()
     assert END not in next(Path("runs").glob("*sft*/samples.jsonl")).read_text()
 
@@ -344,7 +348,7 @@ def test_the_page_runs_grpo_with_lora_and_a_reward_model_on_two_processes(tmp_pa
     (run,) = (project / "runs").iterdir()
     metrics = read_metrics(run)[0]
     assert metrics["objective/scores_std"] > 0 and "ppo/loss/kl_avg" in metrics  # GRPO's
-    assert json.loads((run / "args.json").read_text())["processes"] == 2
+    assert read_args(run)["processes"] == 2
     folders = (project / x for x in ("model", "models/tldr/mine"))
     before, after = map(AutoModelForCausalLM.from_pretrained, folders)
     layer = "transformer.h.0.mlp.c_fc.weight"
@@ -366,7 +370,7 @@ def test_texts_keep_their_spaces_also_if_the_tokenizer_would_clean_them_up():
     """A file's `"clean_up_tokenization_spaces": true`; the library ignores it for BPE only."""
     words = tokenizers.models.WordLevel({"x": 0, ".": 1, "do": 2, "n't": 3}, "x")
     options = dict(tokenizer_object=tokenizers.Tokenizer(words), clean_up_tokenization_spaces=True)
-    tokenizer, ids = formats.PreTrainedTokenizerFast(**options), torch.arange(5)[None]
+    tokenizer, ids = PreTrainedTokenizerFast(**options), torch.arange(5)[None]
     assert (
         utils.decode(tokenizer, ids, utils.TokenIds(4, [], [], []))
         == ["x . do n't"]

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import formats
 import numpy as np
 import pytest
 import torch
@@ -255,6 +256,18 @@ def make_responses(batch_size, length, seed=1) -> Tensor:
     return torch.randint(1, 8, (batch_size, length))
 
 
+def make_texts():
+    """Queries [4, 8] and responses [4, 5] of the synthetic task's ids, and the ids of each text."""
+    queries = make_contexts([8, 3, 1, 5], 8, vocab=WORDS)
+    responses = make_contexts([5] * 4, 5, seed=1, vocab=WORDS)
+    texts = []
+    for i, length in enumerate((5, 1, 3, 2)):
+        responses[i, length:] = WORDS
+        tokens = torch.cat([queries[i], responses[i]])
+        texts.append(tokens[tokens != WORDS].tolist())
+    return queries, responses, texts
+
+
 class Table:
     """A query table that returns given queries [B, Q], one batch after the other."""
 
@@ -446,7 +459,7 @@ def keep_epochs(script, args, kept):
     return keeping
 
 
-def make_rollout(policy, args, script=ppo, kl_coef=0.15, **inputs):
+def make_rollout(policy, args, script=ppo, **inputs):
     """The rollout that `main` makes of random queries and responses, or of those in `inputs`."""
     queries = inputs.pop("queries", make_contexts(LENGTHS, args.task.query_length))
     size = len(queries)
@@ -459,7 +472,7 @@ def make_rollout(policy, args, script=ppo, kl_coef=0.15, **inputs):
         raise EOFError  # ends `main`
 
     run = FakeRun()
-    run.restore = lambda *args: (1, kl_coef)  # so that nothing is evaluated
+    run.restore = lambda *args: (1, 0.15)  # update, kl_coef: so that nothing is evaluated
     inputs.update(Run=run, Rollout=spy, query_rows=lambda *a: np.arange(0))
     inputs.setdefault("epochs", [torch.arange(size)[None]])
     args = replace(args, batch_size=size, total_episodes=2 * size)
@@ -532,6 +545,13 @@ def write_model(folder: Path, kind="gpt2", seed=0, dropout=0.1, **settings) -> P
     return write_tokenizer(folder)
 
 
+def write_config(folder, tokenizer, **settings):
+    """A folder with a tokenizer and the configuration of a model, without weights."""
+    config(vocab=len(tokenizer), **settings).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def write_tokenizer(folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tasks.SYNTHETIC / "model" / name, folder / name)
@@ -584,12 +604,10 @@ def eos_task(task: tasks.Task, folder: Path) -> tasks.Task:
         text = f" {name} saw the {thing}."
         responses.append(dict(prompt=prompt, completion=text))
         pairs.append(dict(prompt=prompt, chosen=text, rejected=" It was cold."))
-    (folder / "r.jsonl").write_text("\n".join(map(json.dumps, responses)))
-    (folder / "p.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     return replace(
         task,
-        query_dataset=str(folder / "r.jsonl"),
-        label_dataset=str(folder / "p.jsonl"),
+        query_dataset=formats.write_rows(folder / "r.jsonl", responses),
+        label_dataset=formats.write_rows(folder / "p.jsonl", pairs),
         query_column="prompt",
         response_column="completion",
         truncate_after=0,

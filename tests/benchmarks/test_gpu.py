@@ -45,7 +45,7 @@ def test_rows_run_without_a_gpu_and_are_written_and_printed(tmp_path, monkeypatc
 def test_L6_noise_in_every_forward_pass_is_seen_in_the_first_ratio(script, monkeypatch, tmp_path):
     compute_logits = script.compute_logits
 
-    def noisy(lm: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    def noisy(lm, hidden):
         logits = compute_logits(lm, hidden)
         return logits + 1e-3 * torch.randn(logits.shape)
 
@@ -63,7 +63,7 @@ def test_at_most_three_copies_of_the_logits_are_alive():
     class Logits(memory.Tracker):
         """Counts tensors that are as large as logits [N, V]."""
 
-        def add(self, storage: torch.UntypedStorage) -> None:
+        def add(self, storage):
             if storage.nbytes() in sizes:
                 super().add(storage)
 

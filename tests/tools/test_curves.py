@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 import tiny
 from tensorboard.compat.proto.event_pb2 import Event
@@ -20,38 +21,27 @@ from benchmarks import mutations
 from tools import curves
 
 
-def write_chart(path: Path, x: str, columns: dict[str, dict[float, float]]) -> Path:
+def write_chart(path, x, columns):
     """A chart as W&B exports it: all cells quoted, `<run> - <metric>` and its range, or blank."""
-    rows: dict[float, dict] = {}  # by x
-    for name, points in columns.items():
-        for at, y in points.items():
-            row = rows.setdefault(at, {x: at})
-            row |= {name: y, f"{name}__MIN": y - 1000, f"{name}__MAX": y + 1000}
-    names = [x]
+    chart = pandas.DataFrame(columns).sort_index()
     for name in columns:
-        names += [name, f"{name}__MIN", f"{name}__MAX"]
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, names, quoting=csv.QUOTE_ALL)
-        writer.writeheader()
-        writer.writerows(rows[at] for at in sorted(rows))
+        chart[f"{name}__MIN"] = chart[name] - 1000
+        chart[f"{name}__MAX"] = chart[name] + 1000
+    chart.to_csv(path, index_label=x, quoting=csv.QUOTE_ALL)
     return path
 
 
-def write_events(folder: Path, metrics: dict[str, dict[int, float]]) -> Path:
+def write_events(folder, metrics):
     with SummaryWriter(folder) as writer:
         for name, points in metrics.items():
             for step, value in points.items():
                 writer.add_scalar(name, value, step)
-    return folder
 
 
-def rows_of(path: Path) -> dict[tuple[str, str, str], list[float]]:
+def rows_of(path):
     """(label, run, metric) → first, mean of the last five, last."""
-    found = {}
-    for row in csv.DictReader(path.read_text().splitlines()):
-        numbers = [float(row[name]) for name in ("first", "last five", "last")]
-        found[row["label"], row["run"], row["metric"]] = numbers
-    return found
+    table = pandas.read_csv(path).set_index(["label", "run", "metric"])
+    return table[["first", "last five", "last"]].T.to_dict("list")
 
 
 def test_from_ten_seeds_on_the_mean_is_interquartile_at_each_point():
@@ -90,9 +80,9 @@ def test_an_evaluation_is_plotted_at_the_episodes_before_it():
 
 
 def test_a_chart_of_wandb_holds_its_runs_without_their_ranges(tmp_path):
-    columns = {"sweep - lr 1 - kl": {0: 0.5, 1: 0.75}, "b - kl": {1: 2.0, 2: float("nan")}}
+    columns = {"sweep - lr 1 - kl": {0: 0.5, 1: 0.75}, "b - kl": {1: 2.0, 2: 9.0}}
     path = write_chart(tmp_path / "wandb_export.csv", "Step", columns)
-    path.write_text(path.read_text().replace("nan", "NaN"))
+    path.write_text(path.read_text().replace('"9.0"', '"NaN"'))
     first = [{"step": 0, "kl": 0.5}, {"step": 1, "kl": 0.75}]
     assert curves.read(path) == {"sweep - lr 1": first, "b": [{"step": 1, "kl": 2.0}]}
     path = write_chart(tmp_path / "one.csv", "ppo/episode", {"kl": {512: 0.5}})  # of one run
@@ -157,7 +147,7 @@ def test_reproduce_runs_resumes_and_draws_published_curves_where_they_are(tmp_pa
     env = os.environ | {"BASH_ENV": str(tmp_path / "tiny.sh"), "SEEDS": "7", "GPUS": "2"}
     env["HF_HUB_OFFLINE"] = "1"
 
-    def run() -> tuple[str, list[str]]:
+    def run():
         (folder / "calls").unlink(missing_ok=True)
         command = ["benchmarks/reproduce.sh"]
         output = subprocess.check_output(command, cwd=folder, env=env, text=True)

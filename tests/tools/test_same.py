@@ -53,11 +53,11 @@ FEW = ["2 processes", "fsdp2, resumed without"]
 # The first two divide by the deviation of a query's scores + 1e-4, which enlarges rounding a thousand
 # times. In the third, processes have dropout of their own. The last needs a server: test_vllm.py.
 LEFT_OUT = {"grpo", "gspo", "resid_dropout", "vllm"}
-Table = dict[str, tuple[bool, str]]  # column: whether it is as it should be, and what was found
 
 
-def tables(folder: Path, jobs: list[tuple], seed: int = 1) -> list[Table]:
-    """The tables of scripts, of some columns or all, with flags; one process imports everything."""
+def tables(folder, jobs, seed=1):
+    """Column → whether it is as it should be, and what was found: of scripts, of some columns or
+    all, with flags; one process imports everything."""
     import tiny  # the processes that start here import this file, too, without it
 
     words, env = json.dumps(jobs, default=str), dict(SEED=str(seed))
@@ -65,7 +65,7 @@ def tables(folder: Path, jobs: list[tuple], seed: int = 1) -> list[Table]:
     return json.loads(printed.splitlines()[-1])
 
 
-def write_patched(folder: Path, name: str) -> Path:
+def write_patched(folder, name):
     diff = ROOT / "diffs" / f"{name}.diff"
     (base,) = re.findall(r"^--- (\w+\.py)", diff.read_text(), re.M)
     path = folder / f"{name}.py"
@@ -73,7 +73,7 @@ def write_patched(folder: Path, name: str) -> Path:
     return path
 
 
-def write_copy(path: Path, right: str, wrong: str) -> Path:
+def write_copy(path, right, wrong):
     """A copy of ppo.py with another line."""
     source = (ROOT / "ppo.py").read_text()
     assert source.count(right) == 1, right

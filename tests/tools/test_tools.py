@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from conftest import SCRIPTS, settings
-from test_readme import blocks
+from conftest import SCRIPTS, read_lines, settings
+from test_readme import code_of
 
 import rloo
 import sft
@@ -39,10 +39,6 @@ def score(queries, responses, answer):
     seen.append(answer)
     return [float(len(response)) for response in responses]
 """
-
-
-def read_lines(text: str) -> list[dict]:
-    return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.fixture
@@ -74,7 +70,7 @@ def test_the_data_is_judged_as_a_policy_is(task, here, monkeypatch, capsys):
     (here / "judge.py").write_text(JUDGE)
     model = task.base_model
 
-    def compare(a: str, b: str) -> float:
+    def compare(a, b):
         winrate.main(winrate.Args(a=a, b=b, task="mine", judge="judge.py:judge", queries=6))
         return json.loads(capsys.readouterr().out.splitlines()[-1])["win_rate"]
 
@@ -130,7 +126,7 @@ def test_samples_become_labels_when_best_is_filled_in(mine, monkeypatch, capsys)
     printed = capsys.readouterr().out
     assert "3 responses to each of 5 queries" in printed
     assert "dropped 10 responses that have not ended, and so 0 queries" in printed
-    rows = read_lines(Path("samples.jsonl").read_text())
+    rows = read_lines("samples.jsonl")
     tokenizer, ids = load_tokenizer(mine, mine.response_length)
     table = policies.load_queries(mine, tokenizer, ids)
     for i, row in enumerate(rows):
@@ -158,7 +154,7 @@ def test_a_policy_answers_prompts_with_the_scores_of_its_runs_reward(home, capsy
     typed = iter(["A cat", ""])
     monkeypatch.setattr("builtins.input", lambda _: next(typed))
 
-    def answers(*prompts: str):
+    def answers(*prompts):
         capsys.readouterr()
         sample.main(sample.Args(model="mine", prompt=prompts, samples=6))
         return capsys.readouterr()
@@ -197,14 +193,14 @@ def test_tools_take_data_columns_lengths_and_held_out_queries_from_the_run(home,
     rows = [dict(ask=f"Anna saw {i} cats.", answer=str(i)) for i in range(14)]
     path = formats.write_rows(home / "own.jsonl", rows)
     Path("own.py").write_text(REWARD)
-    changes = dict(query_dataset=path, query_column="ask", response_length=5, eval_queries=6)
+    changes = dict(query_dataset=path, query_column="ask", eval_queries=6)
     changes |= dict(reward_fn="own.py:score", total_episodes=8, output_dir="mine")
     SCRIPTS["ppo"].main(settings("ppo", **changes))
     seen = load_function("own.py:score").__globals__["seen"]
     evaluated = sorted(seen[0])
     assert len(evaluated) == 6 and not set(evaluated).intersection(seen[1])
 
-    def asked(tool, **flags) -> tuple[list[str], str]:
+    def asked(tool, **flags):
         """The answers of the queries that a tool reads, and what it prints."""
         seen.clear()
         capsys.readouterr()
@@ -223,7 +219,7 @@ def test_tools_take_data_columns_lengths_and_held_out_queries_from_the_run(home,
     import_file.cache_clear()
     Path("own.py").unlink()  # sampling needs no reward
     asked(sample, model="mine", samples=1, out=Path("samples.jsonl"))
-    sampled = {line["query_text"] for line in read_lines(Path("samples.jsonl").read_text())}
+    sampled = {line["query_text"] for line in read_lines("samples.jsonl")}
     assert len(sampled) == 8 and sampled.isdisjoint(f"Anna saw {i} cats." for i in evaluated)
     tiny.refuses(lambda: policies.policy_tasks(["task/model"], policies.PolicyArgs()), "--task")
 
@@ -244,9 +240,8 @@ def test_a_chat_model_judges_summaries(task, chat, monkeypatch):
 
 
 def test_copied_words_by_hand():
-    copying: dict = {}
-    (code,) = (x for x in blocks("docs/tldr.md", "python") if "rouge" in x)
-    exec(code, copying)
+    copying = {}
+    exec(code_of("docs/tldr.md", "rouge"), copying)
     queries = ["The red house of my aunt, by the sea, burned down."] * 5
     responses = ["Red house burned down.", "burned house red", "My aunt is sad", "", "x"]
     assert copying["copied"](queries, responses) == [1, 1 / 3, 0.5, 0, 0]
@@ -267,7 +262,8 @@ def test_calibration_reads_the_labels_that_a_models_run_held_out(mine, capsys):
     tiny.write_reward(Path("reward"))
     Path("reward/args.json").write_text('{"task": "mine", "num_labels": 12, "batch_size": 4}')
     calibration.main(calibration.Args("reward", out=Path("out.png")))
-    assert sum(row["labels"] for row in read_lines(capsys.readouterr().out)) == 4
+    rows = map(json.loads, capsys.readouterr().out.splitlines())
+    assert sum(row["labels"] for row in rows) == 4
     assert Path("out.png").is_file()
 
 
@@ -285,7 +281,7 @@ def test_parts_share_no_snippet_and_halves_no_rating(here, monkeypatch):
         used += set(re.findall(r"(\d+) is a film of", part))
     assert len(set(used)) == len(used) == 24
     for half, sign in (("first", 1), ("second", -1)):
-        for pair in read_lines(data[half]):
+        for pair in read_lines(human.DATA / f"{half}.jsonl"):
             better, worse = (int(pair[side].split()[0]) // 8 for side in human.SIDES)
             assert sign * better > sign * worse
 
