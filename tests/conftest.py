@@ -232,7 +232,7 @@ def read_args(folder):
 
 def read_metrics(name):
     """The lines of a run's metrics.jsonl, without the evaluation after the last update."""
-    lines = read_lines(f"runs/{name}/metrics.jsonl")
+    lines = read_lines(Path("runs", name, "metrics.jsonl"))
     return [line for line in lines if not all(key.startswith(("step", "eval/")) for key in line)]
 
 

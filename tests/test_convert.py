@@ -15,7 +15,6 @@ from test_readme import ROOT, code_of
 from tiny import refuses
 from transformers import AutoTokenizer
 
-from machinery.sources import load_rows
 from tools.convert import Args, main
 
 END = "<|im_end|>"
@@ -204,12 +203,6 @@ def test_token_ids_become_texts_without_padding_and_with_their_end(gpt2, here):
     main(Args("rows.jsonl", OUT, ids="gpt2", end="<end>"))
     expected = dict(query="Yes", sample0=" That<end>", sample1=" No", best=1, note=[5297])
     assert read_lines(OUT) == [expected]
-
-
-def test_a_row_of_a_csv_file_with_other_fields_than_the_header_is_refused(here):
-    for row in ("Anna,1,", "Anna, who left,1", "Anna"):
-        Path("a.csv").write_text(f"text,id\n{row}\n")
-        refuses(lambda: load_rows("a.csv", "--flag"), "--flag a.csv", "header")
 
 
 def test_three_statements_give_a_tokenizer_a_template(gpt2, here):

@@ -32,27 +32,13 @@ TEST_SOURCE = "\n".join(path.read_text() for path in TEST_FILES)
 TESTS = {path.stem for path in TEST_FILES}.union(re.findall(r"^def (test_\w+)", TEST_SOURCE, re.M))
 # Names of other programs, or of an example:
 OTHERS = {
-    "my_reward",
-    "render",
     "starter",
-    "student",
     "gym_task",
-    "chain_sum",
-    "my_sft",
-    "my_prompts",
-    "my_pairs",
     "completion_ids",
     "WANDB_ENTITY",
     "terminationGracePeriodSeconds",
-    "torchrun",
-    "set_requires_gradient_sync",
     "copying",
-    "fmeasure",
-    "ChosenLogprobs",
-    "Product",
-    "gpu_count",
     "max_length",
-    "fix",
     "test_X15_",
     "run_python",
 }

@@ -17,20 +17,23 @@ from machinery.labels import Labels, load_labels
 from tools import convert
 from utils import TokenIds
 
-PADS = [(50257, [50256, 50259], [50256]), (50259, [7, 50259], [7])]  # the files' 50259 is padding
-PADS += [(50260, [7, 50259], [7, 50259])]  # in a vocabulary of more ids it is a token; the padding
-PADS += [(60_000, [50259, 60_000], [50259])]  # of such a file is the model's own pad id
+PADS = [  # the model's pad id, a row of a file, its tokens
+    (50257, [50256, 50259], [50256]),  # the files' 50259 is padding
+    (50259, [7, 50259], [7]),
+    (50260, [7, 50259], [7, 50259]),  # in a vocabulary of more ids it is a token; the padding of
+    (60_000, [50259, 60_000], [50259]),  # such a file is the model's own pad id
+]
 RIGHT = dict(query=[1, 2, 3, 4], sample0=[0, 1, 2], sample1=[999], best=1)
 JUNK = [3, "ab", {"a": 1}, [2.5], [-1], [1000], [True], ["1"], [[1]], [None], [2**70]]
 WRONG = [(name, value) for name in ("query", "sample1") for value in JUNK]
 WRONG += [("best", value) for value in (2, -1, 0.5, "1", [1], True)]
 
 
-def ids_of(pad: int, truncate: int | None = None) -> TokenIds:
+def ids_of(pad, truncate=None):
     return TokenIds(pad, [] if truncate is None else [truncate], [], [])
 
 
-def lists(arrays) -> list:
+def lists(arrays):
     return [lists(x) if isinstance(x, list) else x.tolist() for x in arrays]
 
 
@@ -38,15 +41,14 @@ def label_task(path, rows, **changes):
     return make_task(label_dataset=formats.write_rows(path, rows), **changes)
 
 
-@pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_R4_openais_labels_load_from_an_array_and_lines_without_padding(suffix, tmp_path):
+def test_R4_openais_labels_load_without_padding(tmp_path):
     """In a batch queries are padded on the left and responses on the right."""
     p = 50259
     rows = [
         dict(query=[7, 8, p, p], sample0=[1, p, p], sample1=[2, 3, p], best=1),
         dict(query=[1, 2, 3], sample0=[5, p, p], sample1=[0], best=0),
     ]
-    found = load_labels(label_task(tmp_path / f"labels.{suffix}", rows), None, ids_of(100))
+    found = load_labels(label_task(tmp_path / "l.json", rows), None, ids_of(100))
     assert lists(found.queries) == [[7, 8], [1, 2, 3]] and found.best.tolist() == [1, 0]
     assert lists(found.responses) == [[[1], [2, 3]], [[5], [0]]]
     tokens, best, q = train_reward.candidate_tokens(found, np.array([1, 0]), 100, "cpu")
@@ -55,7 +57,7 @@ def test_R4_openais_labels_load_from_an_array_and_lines_without_padding(suffix, 
     assert tokens[1].tolist() == [[100, 7, 8, 1, 100], [100, 7, 8, 2, 3]]
 
 
-def make_labels(queries: list[list[int]], responses: list[list[list[int]]]) -> Labels:
+def make_labels(queries, responses):
     arrays = [[np.array(ids, np.int32) for ids in samples] for samples in (queries, *responses)]
     return Labels(arrays[0], arrays[1:], np.zeros(len(queries), dtype=int))
 
@@ -70,7 +72,7 @@ def test_heldout_labels_share_no_query_with_the_training_labels(capsys):
     assert len(constant.held_out(2)) == 0 and "3 labels" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("pad_id", "query", "expected"), PADS)
+@pytest.mark.parametrize("pad_id, query, expected", PADS)
 def test_R4_openais_padding_is_50259_or_the_models_pad_id(pad_id, query, expected, tmp_path):
     rows = [{"query": query, "sample0": query, "sample1": [1, 2], "best": 1}]
     found = load_labels(label_task(tmp_path / "l.json", rows), None, ids_of(pad_id))
@@ -102,7 +104,7 @@ def test_candidates_are_sorted_by_number(tmp_path):
     assert lists(found.responses) == [[[k] for k in range(12)]] and found.best.tolist() == [10]
 
 
-@pytest.mark.parametrize(("name", "value"), WRONG)
+@pytest.mark.parametrize("name, value", WRONG)
 def test_the_first_bad_row_of_several_is_named(name, value, tmp_path):
     rows = [RIGHT | {"note": value}, RIGHT | {name: value}, {}]
     task = label_task(tmp_path / "l.jsonl", rows)
@@ -134,9 +136,15 @@ def test_R4_the_first_candidate_was_chosen_and_each_has_exactly_one_end(name, he
 
 def test_R4_what_is_skipped_is_counted_by_its_reason(hers, tmp_path, capsys):
     """An empty answer has no tokens where nothing ends it; with its end it is one (hh-rlhf)."""
-    texts = [(" ", " yes", " no"), ("Hi:", " yes", ""), ("So:", " yes", " no")]
-    texts += [("Is:", " yes", " yes"), ("It:", None, " no"), (None, " yes", " no")]
-    rows = [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in texts]
+    texts = [
+        (" ", " yes", " no"),
+        ("Hi:", " yes", ""),
+        ("So:", " yes", " no"),
+        ("Is:", " yes", " yes"),
+        ("It:", None, " no"),
+        (None, " yes", " no"),
+    ]
+    rows = [dict(prompt=x, chosen=y, rejected=z) for x, y, z in texts]
     task = label_task(tmp_path / "p.jsonl", rows)
     found = load_labels(task, hers, ids_of(1000, None))
     assert lists(found.queries) == [hers.encode("So:")]
@@ -151,8 +159,15 @@ def test_R4_what_is_skipped_is_counted_by_its_reason(hers, tmp_path, capsys):
 
 
 def test_R4_of_ids_rows_without_a_query_a_response_or_a_judgment_are_skipped(tmp_path, capsys):
-    rows = [RIGHT, RIGHT | {"best": None}, RIGHT | {"query": []}, RIGHT | {"sample1": None}]
-    rows += [RIGHT | {"sample0": [50259, 50259]}, RIGHT | {"sample0": [999]}, {}]
+    rows = [
+        RIGHT,
+        RIGHT | {"best": None},
+        RIGHT | {"query": []},
+        RIGHT | {"sample1": None},
+        RIGHT | {"sample0": [50259, 50259]},
+        RIGHT | {"sample0": [999]},
+        {},
+    ]
     task = label_task(tmp_path / "l.jsonl", rows)
     found = load_labels(task, None, ids_of(1000))
     assert lists(found.queries) == [[1, 2, 3, 4]]

@@ -23,34 +23,37 @@ from utils import TokenIds, query_rows
 
 SENTENCES = ["Anna saw the old red house .", "", "  \t", "Ben was glad ."]
 SENTENCES += ["The cat slept under the table in the kitchen .", "So ."]
-EOS_TEXTS = [("Anna saw it.", " Ben saw it too."), ("Ben saw Anna.", " So."), (" ", " nothing")]
-EOS_TEXTS += [("Ben saw Anna.", " So.<|endoftext|>\n"), ("Anna", "")]  # some datasets have the end
-EOS_TEXTS += [("So", " the end of the story was that Ben was glad and so was Anna.")]
-EOS_TEXTS += [("Ben saw Anna.", None)]
+EOS_TEXTS = [
+    ("Anna saw it.", " Ben saw it too."),
+    ("Ben saw Anna.", " So."),
+    (" ", " nothing"),
+    ("Ben saw Anna.", " So.<|endoftext|>\n"),  # some datasets have the end
+    ("Anna", ""),
+    ("So", " the end of the story was that Ben was glad and so was Anna."),
+    ("Ben saw Anna.", None),
+]
 EOS_ROWS = [{"prompt": prompt, "completion": text} for prompt, text in EOS_TEXTS]
 
 
-def write_sentences(path: Path, n: int = 100) -> str:
+def write_sentences(path, n=100):
     return write_rows(path, [{"text": f"Anna saw {i} cats. So did Ben."} for i in range(n)])
 
 
-def tokenizer_of(task: tasks.Task):
+def tokenizer_of(task):
     return tokens.load_tokenizer(task, task.response_length)[0]
 
 
-def load_queries(task: tasks.Task, tokenizer=None) -> queries.TokenTable:
-    own, ids = tokens.load_tokenizer(task, task.response_length)
-    return queries.load_queries(task, tokenizer or own, ids)
+def load_queries(task):
+    return queries.load_queries(task, *tokens.load_tokenizer(task, task.response_length))
 
 
-def rows_of(table) -> list[tuple[int, ...]]:
+def rows_of(table):
     return [tuple(row) for row in table[:].tolist()]
 
 
-@pytest.mark.parametrize("suffix", ["txt", "jsonl", "json"])
-def test_G2_books_are_one_sentence_a_row_in_any_format_padded_on_the_left(suffix, task, tmp_path):
+def test_G2_books_are_one_sentence_a_row_padded_on_the_left(task, tmp_path):
     rows = [{"text": sentence, "tokens": [1], "cut": 0} for sentence in SENTENCES]  # own columns
-    task = replace(task, query_dataset=write_rows(tmp_path / f"books.{suffix}", rows))
+    task = replace(task, query_dataset=write_rows(tmp_path / "books.jsonl", rows))
     table, tokenizer = load_queries(task), tokenizer_of(task)
     expected = [tokenizer.encode(SENTENCES[i])[:8] for i in (0, 3, 4, 5)]  # blank rows: no queries
     assert {len(row) for row in expected} != {8}
@@ -102,13 +105,17 @@ def test_tldrs_prompts_can_be_given_the_form_of_its_preferences():
 
 
 @pytest.fixture
-def cnndm(task, tmp_path) -> tasks.Task:
+def cnndm(task, tmp_path):
     """The task's own settings; lengths and model are tiny."""
     articles = [*formats.CNNDM[2:], {"article": "Nothing here ends a sentence"}]
-    files = dict(query_dataset=write_rows(tmp_path / "cnn.jsonl", articles))
-    files |= dict(base_model=task.base_model)
-    lengths = dict(query_length=40, response_length=8, truncate_after=4)
-    return replace(tasks.TASKS["cnndm"], **files, **lengths)
+    return replace(
+        tasks.TASKS["cnndm"],
+        query_dataset=write_rows(tmp_path / "cnn.jsonl", articles),
+        base_model=task.base_model,
+        query_length=40,
+        response_length=8,
+        truncate_after=4,
+    )
 
 
 def test_P3_cnndm_queries_are_cleaned_end_a_sentence_and_have_prefix_and_suffix(cnndm):
@@ -140,7 +147,7 @@ def test_a_post_that_is_too_long_loses_its_last_lines_then_its_last_characters(m
 
 
 @pytest.fixture
-def tokenized(monkeypatch) -> list[str]:
+def tokenized(monkeypatch):
     """Every text that is tokenized as a query from now on."""
     seen, tokenize = [], queries.tokenize_queries
 
@@ -270,12 +277,18 @@ def test_what_a_users_function_cleaned_is_not_taken_from_an_earlier_run(task, tm
 
 
 @pytest.fixture
-def eos_task(task, tmp_path) -> tasks.Task:
+def eos_task(task, tmp_path):
     """The embedded EOS task's settings on rows that are written by hand."""
-    files = dict(query_dataset=write_rows(tmp_path / "eos.jsonl", EOS_ROWS), gold_fn=None)
-    texts = dict(query_prefix="So", query_suffix=" was Anna.", query_length=6, response_length=8)
-    own = dict(base_model=task.base_model) | files | texts
-    return replace(tasks.TASKS["synthetic_eos"], **own)
+    return replace(
+        tasks.TASKS["synthetic_eos"],
+        query_dataset=write_rows(tmp_path / "eos.jsonl", EOS_ROWS),
+        base_model=task.base_model,
+        query_prefix="So",
+        query_suffix=" was Anna.",
+        query_length=6,
+        response_length=8,
+        gold_fn=None,
+    )
 
 
 def test_X9_sft_sequences_of_an_eos_task_are_context_response_and_one_end(eos_task, capsys):
@@ -315,7 +328,7 @@ def test_special_tokens_inside_of_texts_are_counted(eos_task, tmp_path, capsys):
         assert f"3 rows: {found} (docs/data.md)" in said
 
 
-def blocks_by_hand(texts: list[str], tokenizer, size: int) -> list[list[int]]:
+def blocks_by_hand(texts, tokenizer, size):
     """Texts with a space between them; what does not fit into a full block is dropped."""
     blocks, block = [], []
     for text in filter(None, map(str.strip, texts)):
@@ -325,9 +338,8 @@ def blocks_by_hand(texts: list[str], tokenizer, size: int) -> list[list[int]]:
     return blocks
 
 
-def load_blocks(task: tasks.Task, block_size: int, tokenizer=None, load=queries.load_blocks):
-    ids = TokenIds(WORDS, [], [], [])
-    return load(task, block_size, tokenizer or tokenizer_of(task), ids)[:].tolist()
+def load_blocks(task, block_size, load=queries.load_blocks):
+    return load(task, block_size, *tokens.load_tokenizer(task, 5))[:].tolist()
 
 
 @pytest.mark.parametrize("batch", [1, 3, 10_000])
@@ -357,11 +369,12 @@ def test_another_way_to_make_blocks_makes_another_table(task, tmp_path, monkeypa
 def test_a_dialogue_with_its_answer_is_no_query(load, eos_task, tmp_path):
     """Of hh-rlhf: a policy would continue the chosen answer. Its prompts alone are queries."""
     rows = [dict(prompt=x, completion=" Hi") for x in (formats.HELLO, formats.HH_RLHF[0]["chosen"])]
-    long = replace(eos_task, query_length=40)
-    for given, answered in ((rows[:1], False), (rows, True)):
-        task = replace(long, query_dataset=write_rows(tmp_path / f"{answered}.jsonl", given))
-        start = functools.partial(load, task, *tokens.load_tokenizer(task, 8))
-        refuses(start, "Then mix it", "tools/convert.py") if answered else start()
+    path = tmp_path / "a.jsonl"
+    task = replace(eos_task, query_length=40, query_dataset=write_rows(path, rows[:1]))
+    start = functools.partial(load, task, *tokens.load_tokenizer(task, 8))
+    start()
+    write_rows(path, rows)
+    refuses(start, "Then mix it", "tools/convert.py")
 
 
 def test_queries_without_the_tokens_of_a_chat_template_are_said(chat, eos_task, tmp_path, capsys):

@@ -3,7 +3,6 @@
 import bz2
 import errno
 import gzip
-import json
 import lzma
 import os
 import subprocess
@@ -16,6 +15,7 @@ import hub as hubs
 import pyarrow.parquet
 import pytest
 import tiny
+from conftest import read_args
 from formats import write_rows
 from test_resume import exit_code
 from tiny import refuses
@@ -36,6 +36,10 @@ WRONG = {  # source → the names that a sentence about it has
 }
 
 
+def read(source):
+    return load_rows(str(source), "--flag")
+
+
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
 def test_json_values_are_those_of_the_file(suffix, tmp_path):
     rows = [{"all": x, "texts": str(x), "date": TEXTS[0]} for x in VALUES]
@@ -43,18 +47,18 @@ def test_json_values_are_those_of_the_file(suffix, tmp_path):
     path = write_rows(tmp_path / f"a.{suffix}", rows)
     names = ("all", "texts", "date", "late")
     expected = [{name: row.get(name) for name in names} for row in rows]
-    assert repr(list(load_rows(path, "--flag"))) == repr(expected)
+    assert repr(list(read(path))) == repr(expected)
 
 
 def test_half_of_an_emoji_is_dropped(tmp_path):
     """JSON can hold it; tokenizers refuse it."""
     path = write_rows(tmp_path / "a.jsonl", [{"text": "a\ud83db"}])
-    assert load_rows(path, "--flag")["text"][:] == ["ab"]
+    assert read(path)["text"][:] == ["ab"]
 
 
 def test_lines_of_a_text_file_are_texts(tmp_path):
     (tmp_path / "a.txt").write_text("NA\n007 \n\n é\u2028", encoding="utf-8-sig")
-    assert load_rows(str(tmp_path / "a.txt"), "--flag")["text"][:] == ["NA", "007 ", "", " é\u2028"]
+    assert read(tmp_path / "a.txt")["text"][:] == ["NA", "007 ", "", " é\u2028"]
 
 
 @pytest.mark.parametrize("name", ["a[1].jsonl", "a?.jsonl", "[a-b].json", "*.txt", "a@b:c.jsonl"])
@@ -62,7 +66,7 @@ def test_a_name_with_characters_of_patterns_is_that_of_one_file(name, tmp_path):
     path = tmp_path / name
     for other in ("a1", "ab", "a", "b", path.stem):
         write_rows(tmp_path / f"{other}{path.suffix}", [{"text": other}])
-    assert list(load_rows(str(path), "--flag")) == [{"text": path.stem}]
+    assert list(read(path)) == [{"text": path.stem}]
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl", "txt"])
@@ -71,14 +75,14 @@ def test_a_file_that_is_replaced_is_read_again(suffix, tmp_path):
     for text in ("Anna .", "Ben. ."):
         path = write_rows(tmp_path / f"f@home.{suffix}", [{"text": text}])
         os.utime(path, (1, 1))
-        assert load_rows(path, "--flag")["text"][:] == [text]
+        assert read(path)["text"][:] == [text]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.zst", "a.xlsx", "folder"])
 def test_other_files_and_folders_are_refused_with_what_converts_them(name, tmp_path):
     path = tmp_path / name
     path.mkdir() if name == "folder" else path.write_text('{"text": "2024-01-05"}\n')
-    refuses(lambda: load_rows(str(path), "--flag"), "--flag", name, "tools/convert.py")
+    refuses(lambda: read(path), "--flag", name, "tools/convert.py")
 
 
 @pytest.mark.parametrize("pack", [gzip, bz2, lzma], ids=["gz", "bz2", "xz"])
@@ -93,7 +97,7 @@ def test_compressed_files_have_the_values_of_the_others(pack, tmp_path):
     for form, content in contents.items():
         path = tmp_path / f"a.{form}.{ending}"
         path.write_bytes(pack.compress(content.encode()))
-        assert list(load_rows(str(path), "--flag")) == [{"text": "NA", "answer": "007"}]
+        assert list(read(path)) == [{"text": "NA", "answer": "007"}]
 
 
 def test_text_files_of_a_hub_name_are_read_like_local_ones(hub):
@@ -103,9 +107,9 @@ def test_text_files_of_a_hub_name_are_read_like_local_ones(hub):
     (folder / "train-2.csv").write_text("text,answer\n2024-01-01,1.0\n")
     (folder / "test.csv").write_text("text,answer\nheld out,8\n")
     expected = [{"text": "NA", "answer": "007"}, {"text": "2024-01-01", "answer": "1.0"}]
-    assert list(load_rows("owner/rows", "--flag")) == expected
-    assert load_rows("owner/rows@test", "--flag")["answer"][:] == ["8"]
-    refuses(lambda: load_rows("owner/rows@last", "--flag"), "last", "train", "test")
+    assert list(read("owner/rows")) == expected
+    assert read("owner/rows@test")["answer"][:] == ["8"]
+    refuses(lambda: read("owner/rows@last"), "last", "train", "test")
 
 
 BROKEN = {  # name → content, words of the sentence
@@ -118,6 +122,8 @@ BROKEN = {  # name → content, words of the sentence
     "line.jsonl": ('{"text": "a"}\n\n{"text": b}\n', ["line 3", "column 10"]),
     "list.json": ('[\n{"text": "a"},\n{"text": b}]', ["line 3", "column 10"]),
     "twice.csv": ("text,id,text\na,1,b\n", ["'text'"]),
+    "more.csv": ("text,id\nAnna, who left,1\n", ["header"]),
+    "fewer.csv": ("text,id\nAnna\n", ["header"]),
     "twice.jsonl": ('{"text": "a", "id": 1, "text": "b"}\n', ["'text'"]),
 }
 
@@ -126,27 +132,27 @@ BROKEN = {  # name → content, words of the sentence
 def test_what_cannot_be_read_is_one_sentence_with_its_place(name, tmp_path):
     content, words = BROKEN[name]
     (tmp_path / name).write_text(content)
-    refuses(lambda: load_rows(str(tmp_path / name), "--flag"), f"--flag {tmp_path}/{name}", *words)
+    refuses(lambda: read(tmp_path / name), f"--flag {tmp_path}/{name}", *words)
 
 
 def test_a_column_of_a_parquet_file_that_is_there_twice_is_refused(tmp_path):
     table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    refuses(lambda: load_rows(str(tmp_path / "a.parquet"), "--flag"), "a.parquet", "'text'")
+    refuses(lambda: read(tmp_path / "a.parquet"), "a.parquet", "'text'")
 
 
 def test_spaces_before_a_list_and_long_fields_are_read(tmp_path):
     (tmp_path / "a.json").write_text(' \n [{"text": "a"}]')
     (tmp_path / "b.csv").write_text(f"text\n{'b' * 200_000}\n")
-    assert load_rows(str(tmp_path / "a.json"), "--flag")["text"][:] == ["a"]
-    assert len(load_rows(str(tmp_path / "b.csv"), "--flag")[0]["text"]) == 200_000
+    assert read(tmp_path / "a.json")["text"][:] == ["a"]
+    assert len(read(tmp_path / "b.csv")[0]["text"]) == 200_000
 
 
 def test_rows_stay_on_the_disk_whatever_the_library_would_keep_in_memory(hub, monkeypatch):
     monkeypatch.setattr(datasets.config, "IN_MEMORY_MAX_SIZE", 1e9)
     folder = hub.commit("datasets", "owner/rows")
     datasets.Dataset.from_list([{"text": "a"}]).to_parquet(folder / "train.parquet")
-    assert load_rows("owner/rows", "--flag").cache_files
+    assert read("owner/rows").cache_files
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
@@ -162,7 +168,7 @@ def test_a_disk_without_locks_is_named_with_its_variable(code, hub, tmp_path, mo
     path = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
     monkeypatch.setattr(fcntl, "flock", refuse)
     for source in (path, "owner/rows"):
-        refuses(lambda s=source: load_rows(s, "--flag"), source, "HF_DATASETS_CACHE")
+        refuses(lambda: read(source), source, "HF_DATASETS_CACHE")
 
 
 @pytest.mark.parametrize("source", ["abisee/cnn_dailymail:3.0.0", "OpenAI/lm:a/5k.json"])
@@ -192,7 +198,7 @@ def test_files_and_models_of_the_hub_are_read_by_name(hub, capsys):
     lm = tiny.make_lm(vocab=tiny.WORDS)
     lm.save_pretrained(tiny.write_tokenizer(hub.commit("models", "openai-community/gpt2")))
     hub.delay = 2.5
-    assert list(load_rows("owner/labels:a/5k.json", "--flag")) == [{"text": "007"}]
+    assert list(read("owner/labels:a/5k.json")) == [{"text": "007"}]
     found = models.load_lm("gpt2").state_dict()
     assert all(x.equal(found[name]) for name, x in lm.state_dict().items())
     assert "offline" not in capsys.readouterr().out
@@ -204,7 +210,7 @@ def test_a_wrong_owner_file_configuration_or_split_is_one_sentence(hub):
     datasets.Dataset.from_list([{"text": "a"}]).to_parquet(folder / "main/train-1-of-1.parquet")
     (folder / "README.md").write_text(hubs.CARD.format("main"))
     for source, words in WRONG.items():
-        message = refuses(lambda s=source: load_rows(s, "--flag"), f"--flag {source}: ", *words)
+        message = refuses(lambda: read(source), f"--flag {source}: ", *words)
         assert "\n" not in message
     refuses(lambda: models.load_lm("owner/model"), "--base_model owner/model: ", "owner/model")
 
@@ -230,7 +236,7 @@ def test_every_task_runs_with_its_own_names(task, hub, here):
         if script == "train_reward" and not labels:
             continue
         assert exit_code(script, f"--task {task} --run_name {script} {tiny.FLAGS[script]}") == 0
-        record = json.loads(Path("runs", script, "args.json").read_text())
+        record = read_args(f"runs/{script}")
         commits = {key[10:]: x for key, x in record.items() if key.startswith("commit of ")}
         read = {first if script == "sft" else model, queries}
         read |= {labels} if script == "train_reward" else set()
