@@ -167,15 +167,14 @@ def encode_answers(
         cut = text.rstrip()
         texts.append(cut if stop and cut.endswith(stop) else text)
     before = tokenizer.batch_decode(last, clean_up_tokenization_spaces=False)
-    found: list[Any]
-    found, _, alone = encode_after(before, texts, tokenizer)
+    encoded, _, alone = encode_after(before, texts, tokenizer)
     if alone:
-        say(f"{alone} of {len(found)} answers merge with their prompts' ends: tokenized alone")
-    for i, ids in enumerate(found):
-        if answers[i] is None:
-            found[i] = None
-        elif not ids or ids[-1] not in ends:
+        say(f"{alone} of {len(encoded)} answers merge with their prompts' ends: tokenized alone")
+    found: list[Any] = []
+    for answer, ids in zip(answers, encoded, strict=True):
+        if not ids or ids[-1] not in ends:
             ids += ends[:1]
+        found.append(None if answer is None else ids)
     return found
 
 
