@@ -34,19 +34,8 @@ from machinery.runs import SIGNALS
 # They fork, make pseudo-terminals, limit resources, or call bash and patch.
 collect_ignore = []
 if os.name == "nt":
-    for name in [
-        "diffs",
-        "docs",
-        "experiments",
-        "launch",
-        "pitfalls",
-        "progress",
-        "readme",
-        "resume",
-        "rewards",
-        "runs",
-    ]:
-        collect_ignore.append(f"test_{name}.py")
+    posix = "diffs docs experiments launch pitfalls progress readme resume rewards runs"
+    collect_ignore += [f"test_{name}.py" for name in posix.split()]
     collect_ignore.append("benchmarks")
 # `nohup` and `&` ignore these signals, and so would the processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -115,8 +115,12 @@ def oai_labels(tokenizer):
         return {"query": ids(query, 64), **columns, "best": best}
 
     queries = ["He opened the door and looked out.", "“Go,” she said.\n\nNobody went."]
-    samples = [" It was raining.", " There was nobody.<|endoftext|>The"]
-    samples += [" A cat sat there, wet.", " Night."]
+    samples = [
+        " It was raining.",
+        " There was nobody.<|endoftext|>The",
+        " A cat sat there, wet.",
+        " Night.",
+    ]
     return [row(queries[i], best) for i, best in ((0, 2), (1, 0), (0, 3))]
 
 

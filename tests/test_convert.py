@@ -180,9 +180,10 @@ def test_the_pages_functions_make_rows_of_other_forms():
     row = dict(prompt=json.dumps([USER]), id="007")
     assert list(functions["json_cells"](row)) == [dict(prompt=[USER], id="007")]
     messages = [USER, BLUE, NIGHT, GREEN]
-    expected = [dict(prompt=[USER], completion=[BLUE])]
-    expected += [dict(prompt=[USER, BLUE, NIGHT], completion=[GREEN])]
-    assert list(functions["turns"](dict(messages=messages))) == expected
+    assert list(functions["turns"](dict(messages=messages))) == [
+        dict(prompt=[USER], completion=[BLUE]),
+        dict(prompt=[USER, BLUE, NIGHT], completion=[GREEN]),
+    ]
 
 
 def test_special_tokens_in_messages_are_counted_and_can_be_left_out(chat, capsys):

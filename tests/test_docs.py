@@ -17,8 +17,15 @@ from benchmarks import mutations
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-SLOW = {"wandb", "matplotlib", "peft", "scipy", "torch.distributed.checkpoint"}
-SLOW |= {"transformers.modeling_utils", "transformers.generation.utils"}
+SLOW = {
+    "wandb",
+    "matplotlib",
+    "peft",
+    "scipy",
+    "torch.distributed.checkpoint",
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
+}
 
 TREES = "*.* machinery/* data/**/* tools/* benchmarks/*.* diffs/**/* configs/*"
 FILES = [path for tree in TREES.split() for path in ROOT.glob(tree) if path.is_file()]

@@ -41,8 +41,13 @@ RUNNING = (ROOT / "docs/running.md").read_text()
 
 def command(script, task, **values):
     """A script and its flags."""
-    words = [ROOT / script, "--task=synthetic", "--query_length=8"]
-    words += [f"--base_model={task.base_model}", f"--query_dataset={task.query_dataset}"]
+    words = [
+        ROOT / script,
+        "--task=synthetic",
+        "--query_length=8",
+        f"--base_model={task.base_model}",
+        f"--query_dataset={task.query_dataset}",
+    ]
     return words + [f"--{name}={value}" for name, value in values.items()]
 
 
@@ -248,9 +253,14 @@ def test_slurm_saves_a_checkpoint_in_time_and_the_requeued_job_resumes(task, tmp
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    env = dict(PATH=f"{programs}{os.pathsep}{os.environ['PATH']}", SLURM_JOB_ID="7")
-    env |= dict(SLURM_NTASKS="2", SLURM_JOB_NODELIST="here", SLURM_CPUS_PER_TASK="8")
-    env["MASTER_PORT"] = str(free_port())
+    env = dict(
+        PATH=f"{programs}{os.pathsep}{os.environ['PATH']}",
+        MASTER_PORT=str(free_port()),
+        SLURM_JOB_ID="7",
+        SLURM_NTASKS="2",
+        SLURM_JOB_NODELIST="here",
+        SLURM_CPUS_PER_TASK="8",
+    )
     words = ["bash", CONFIGS / "slurm.sh", *command("sft.py", task, **SFT, num_epochs=60)]
     (tmp_path / "runs/slurm-7").mkdir(parents=True)  # of a start that ended before its checkpoint
     job = start(tmp_path, words, **env)

@@ -21,8 +21,14 @@ from machinery import queries, tokens
 from machinery.queries import cut_query, ends_word
 from utils import TokenIds, query_rows
 
-SENTENCES = ["Anna saw the old red house .", "", "  \t", "Ben was glad ."]
-SENTENCES += ["The cat slept under the table in the kitchen .", "So ."]
+SENTENCES = [
+    "Anna saw the old red house .",
+    "",
+    "  \t",
+    "Ben was glad .",
+    "The cat slept under the table in the kitchen .",
+    "So .",
+]
 EOS_TEXTS = [
     ("Anna saw it.", " Ben saw it too."),
     ("Ben saw Anna.", " So."),
@@ -80,9 +86,13 @@ EDGES = {
     f"By . Anna . PUBLISHED: . {STAMP} ": f"By . Anna . PUBLISHED: . {STAMP}",  # nothing else
     "“Rain,” he said: ‘it’s â€™ &amp; so’": "\"Rain,\" he said: 'it's ' & so'",
 }
-UNCHANGED = [*CLEAN, "", "It rained. (CNN) --"]
-UNCHANGED += [f"By now it rained . He said so . PUBLISHED: . {STAMP}"]  # no byline
-UNCHANGED += [f"It rained . UPDATED: . {STAMP} He left ."]  # not at the start: [O] would empty it
+UNCHANGED = [
+    *CLEAN,
+    "",
+    "It rained. (CNN) --",
+    f"By now it rained . He said so . PUBLISHED: . {STAMP}",  # no byline
+    f"It rained . UPDATED: . {STAMP} He left .",  # not at the start: [O] would empty it
+]
 
 
 def test_articles_lose_what_openai_removed_and_nothing_else():
@@ -249,10 +259,15 @@ def query(text, tokenizer, length, end="."):
 @pytest.mark.parametrize("name", ["gpt2", "hers"])
 def test_P3_a_query_ends_with_its_last_sentence_whatever_is_before_the_stop(name, request):
     tokenizer = request.getfixturevalue(name)
-    cuts = {"It won £1.5million. More at CNN.com": "It won £1.5million."}  # 13, and 13 within words
-    cuts |= {"It rained. Happy: the baker . More at": "It rained. Happy: the baker ."}  # 764
-    cuts |= dict.fromkeys(["It rained . He", "It rained . "], "It rained .")
-    cuts |= {"It rained.": "It rained.", "1.5 at CNN.com": "", "": ""}
+    cuts = {
+        "It won £1.5million. More at CNN.com": "It won £1.5million.",  # 13, and 13 within words
+        "It rained. Happy: the baker . More at": "It rained. Happy: the baker .",  # 764
+        "It rained . He": "It rained .",
+        "It rained . ": "It rained .",
+        "It rained.": "It rained.",
+        "1.5 at CNN.com": "",
+        "": "",
+    }
     assert {text: query(text, tokenizer, 500) for text in cuts} == cuts
     expected = [article.removesuffix(" More at CNN.com") for article in CLEAN]
     assert [query(article, tokenizer, 500) for article in CLEAN] == expected

@@ -31,9 +31,21 @@ from tools.policies import Policy
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 TOKENS = torch.full((1, 3), 14)
-RETURNS = ["[1.0]", "[[1.0]] * 4", "[float('nan')] * 4", "[1e39, 0, 0, 0]", "None"]
-RETURNS += ["[1, None, 1, 1]", "['a', 'b', 'c', 'd']", "(1.0 for _ in range(4))"]
-RETURNS += ["{'rewards': [1.0] * 4}", "{}", "{'a': [1.0] * 4, 'b': [1.0]}", "1 / 0", "sys.exit(0)"]
+RETURNS = [
+    "[1.0]",
+    "[[1.0]] * 4",
+    "[float('nan')] * 4",
+    "[1e39, 0, 0, 0]",
+    "None",
+    "[1, None, 1, 1]",
+    "['a', 'b', 'c', 'd']",
+    "(1.0 for _ in range(4))",
+    "{'rewards': [1.0] * 4}",
+    "{}",
+    "{'a': [1.0] * 4, 'b': [1.0]}",
+    "1 / 0",
+    "sys.exit(0)",
+]
 
 
 def load_reward(task, folder=None, code="", **flags):

@@ -24,8 +24,24 @@ from machinery import checkpoints, cli, models
 from machinery.sources import load_function, load_rows
 
 TEXTS = ["2024-01-05", "2024-01-05T10:00:00Z", "007", "true", "null", "NA", "", " x ", "é\u2028"]
-VALUES = [*TEXTS, 7, 2.5, 1.0, True, None, 2**53 + 1, [], ["1", 2], {"a": "007", "b": None}]
-VALUES += [0.3, 0.35, 1 / 3, 10**30, [0.3, -(10**30)], {"a": 10**30}]
+VALUES = [
+    *TEXTS,
+    7,
+    2.5,
+    1.0,
+    True,
+    None,
+    2**53 + 1,
+    [],
+    ["1", 2],
+    {"a": "007", "b": None},
+    0.3,
+    0.35,
+    1 / 3,
+    10**30,
+    [0.3, -(10**30)],
+    {"a": 10**30},
+]
 WRONG = {  # source → the names that a sentence about it has
     "owner/none": ("owner/none",),
     "owner/none:a.json": ("owner/none/",),

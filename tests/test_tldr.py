@@ -24,7 +24,8 @@ from tools import convert_reward
 EOS = 0
 SFT, RM = "trl-lib/pythia-{}-deduped-tldr-sft", "trl-lib/pythia-{}-deduped-tldr-rm"
 TASK = "--task tldr --query_dataset posts.jsonl"
-TINY = "--total_episodes 16 --batch_size 16 --rollout_batch_size 16 --eval_queries 4"
+TINY = "--total_episodes 16 --batch_size 16 --rollout_batch_size 16 --eval_queries 4 "
+TINY += "--num_ppo_epochs 1 --lr 0 --output_dir policy"
 # As transformers 4.33.2 wrote it, with tiny sizes; both kinds lack pad_token_id.
 CONFIG = """{"_name_or_path": "EleutherAI/pythia-1b-deduped", "attention_dropout": 0.0,
 "bos_token_id": 0, "classifier_dropout": 0.1, "eos_token_id": 0, "hidden_act": "gelu",
@@ -43,16 +44,25 @@ def write_tokenizer(folder, pad):
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel(add_prefix_space=False)
-    settings = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-    settings |= dict(special_tokens=["<|endoftext|>", "<|padding|>"], vocab_size=300)
-    backend.train_from_iterator([TLDR[0]["prompt"]] * 3, tokenizers.trainers.BpeTrainer(**settings))
+    trainer = tokenizers.trainers.BpeTrainer(
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        special_tokens=["<|endoftext|>", "<|padding|>"],
+        vocab_size=300,
+    )
+    backend.train_from_iterator([TLDR[0]["prompt"]] * 3, trainer)
     backend.add_tokens([tokenizers.AddedToken(" " * n, normalized=True) for n in range(24, 1, -1)])
     backend.save(str(folder / "tokenizer.json"))
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
-    config = dict(add_prefix_space=False, clean_up_tokenization_spaces=True)
-    config |= dict(model_max_length=10**30, tokenizer_class="GPTNeoXTokenizer")
+    config = dict(
+        add_prefix_space=False,
+        clean_up_tokenization_spaces=True,
+        model_max_length=10**30,
+        tokenizer_class="GPTNeoXTokenizer",
+    )
     (folder / "tokenizer_config.json").write_text(json.dumps(special | config))
-    special |= {"pad_token": "[PAD]"} if pad else {}
+    if pad:
+        special["pad_token"] = "[PAD]"
     (folder / "special_tokens_map.json").write_text(json.dumps(special))
 
 
@@ -97,8 +107,7 @@ def test_the_pages_command_scores_as_the_classifier_itself(name, size, form, her
     convert_reward.main(RM.format(size), f"rm-{size}")
     script, rollouts = SCRIPTS[name], []
     monkeypatch.setattr(script, "Rollout", tiny.keep(script.Rollout, rollouts))
-    words = [*commands(name, size)[0], *TASK.split(), *TINY.split(), "--num_ppo_epochs", "1"]
-    words += ["--lr", "0", "--output_dir", "policy"]
+    words = [*commands(name, size)[0], *TASK.split(), *TINY.split()]
     run_script(name, words)
     pad = lm.config.vocab_size
     ended = torch.cat([rollout.finished for rollout in rollouts])

@@ -181,8 +181,12 @@ def test_an_eos_task_ends_at_the_models_special_ends_too(file, form, model, tmp_
 
 
 LLAMA2 = partial(formats.llama2_tokenizer, ["Hi", "Yes", "No", "saw"])
-TOKENIZERS = {"llama2": LLAMA2, "metaspace": partial(LLAMA2, metaspace=True)}
-TOKENIZERS |= {"gpt2": formats.gpt2_tokenizer, "small": small_tokenizer}
+TOKENIZERS = {
+    "llama2": LLAMA2,
+    "metaspace": partial(LLAMA2, metaspace=True),
+    "gpt2": formats.gpt2_tokenizer,
+    "small": small_tokenizer,
+}
 
 
 @pytest.fixture(params=TOKENIZERS, scope="module")

@@ -18,8 +18,12 @@ from benchmarks import gpu, gpu_checks
 from machinery import decoding, unpadding
 from tools import memory
 
-QUICK = ["attention, ours", "sentiment: models", "sentiment: ppo, profile"]
-QUICK += ["sentiment: unpadding"]
+QUICK = [
+    "attention, ours",
+    "sentiment: models",
+    "sentiment: ppo, profile",
+    "sentiment: unpadding",
+]
 
 
 def test_rows_run_without_a_gpu_and_are_written_and_printed(tmp_path, monkeypatch, capfd):

@@ -41,7 +41,8 @@ def write_events(folder, metrics):
 def rows_of(path):
     """(label, run, metric) → first, mean of the last five, last."""
     table = pandas.read_csv(path).set_index(["label", "run", "metric"])
-    return table[["first", "last five", "last"]].T.to_dict("list")
+    numbers = table[["first", "last five", "last"]].to_numpy().tolist()
+    return dict(zip(table.index, numbers, strict=True))
 
 
 def test_from_ten_seeds_on_the_mean_is_interquartile_at_each_point():
@@ -70,10 +71,12 @@ def test_curves_of_other_steps_meet_on_straight_lines_where_all_of_them_are():
 
 
 def test_an_evaluation_is_plotted_at_the_episodes_before_it():
-    lines = [{"step": 0, "ppo/episode": 8, "loss": 5.0, "eval/scores": 1.0}]
-    lines += [{"step": 1, "ppo/episode": 16, "loss": 4.0}]
-    lines += [{"step": 2, "ppo/episode": 24, "loss": 3.0, "eval/scores": 2.0}]
-    lines += [{"step": 3, "eval/scores": 3.0}]
+    lines = [
+        {"step": 0, "ppo/episode": 8, "loss": 5.0, "eval/scores": 1.0},
+        {"step": 1, "ppo/episode": 16, "loss": 4.0},
+        {"step": 2, "ppo/episode": 24, "loss": 3.0, "eval/scores": 2.0},
+        {"step": 3, "eval/scores": 3.0},
+    ]
     run = curves.Run("a", "a", lines)
     assert run.points("loss").tolist() == [[8, 16, 24], [5, 4, 3]]
     assert run.points("eval/scores").tolist() == [[0, 16, 24], [1, 2, 3]]

@@ -141,8 +141,13 @@ def test_no_patch_depends_on_the_number_of_processes(tmp_path):
 @pytest.mark.slow
 def test_a_patch_with_a_state_of_its_own_resumes_to_the_bit(tmp_path):
     """The average, missing moments, dropout's masks, older weights."""
-    flags = dict(value_warmup=["--value_warmup_updates", "2"], stale=["--sampler_lag", "2"])
-    flags |= dict(ema=[], resid_dropout=[], entropy_rloo=["--entropy_target", "9"])
+    flags = dict(
+        value_warmup=["--value_warmup_updates", "2"],
+        stale=["--sampler_lag", "2"],
+        ema=[],
+        resid_dropout=[],
+        entropy_rloo=["--entropy_target", "9"],
+    )
     jobs = [(write_patched(tmp_path, name), ["resumed"], flags[name]) for name in flags]
     found = [table["resumed"] for table in tables(tmp_path, jobs)]
     assert found == [[True, "equal to the bit"]] * 5

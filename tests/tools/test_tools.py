@@ -100,8 +100,6 @@ def test_a_judge_of_pairs_is_asked_in_both_orders():
     wins, agreement = winrate.ask_in_both_orders(judge, "judge", queries, a, b)
     assert wins.tolist() == pytest.approx([0.8, 0.5, 0.5, 0.0])
     assert agreement == 0.75  # the third prefers what is first
-    rate, low, high = winrate.mean_and_interval(wins, seed=1)
-    assert rate == pytest.approx(0.45) and 0 <= low < rate < high <= 0.8
     answers["a"][0] = 1.5
     ask = partial(winrate.ask_in_both_orders, judge, "judge", queries, a, b)
     tiny.refuses(ask, "1.5")
@@ -193,9 +191,16 @@ def test_tools_take_data_columns_lengths_and_held_out_queries_from_the_run(home,
     rows = [dict(ask=f"Anna saw {i} cats.", answer=str(i)) for i in range(14)]
     path = formats.write_rows(home / "own.jsonl", rows)
     Path("own.py").write_text(REWARD)
-    changes = dict(query_dataset=path, query_column="ask", eval_queries=6)
-    changes |= dict(reward_fn="own.py:score", total_episodes=8, output_dir="mine")
-    SCRIPTS["ppo"].main(settings("ppo", **changes))
+    args = settings(
+        "ppo",
+        query_dataset=path,
+        query_column="ask",
+        eval_queries=6,
+        reward_fn="own.py:score",
+        total_episodes=8,
+        output_dir="mine",
+    )
+    SCRIPTS["ppo"].main(args)
     seen = load_function("own.py:score").__globals__["seen"]
     evaluated = sorted(seen[0])
     assert len(evaluated) == 6 and not set(evaluated).intersection(seen[1])
