@@ -43,7 +43,7 @@ DETAILS = (  # detail, file, right, wrong; the test that notices has the detail'
     ("P8", "ppo.py", "rewards = -kl_coef * kl", "rewards = kl_coef * kl"),
     ("P9", "utils.py", "(x - mean) ** 2, mask)) / count", "(x - mean) ** 2, mask)) / (count - 1)"),
     ("P10", "ppo.py", "share_of_mean(torch.max(vf_losses, vf_losses_clipped))", "share_of_mean(vf_losses)"),
-    ("P11", "rloo.py", "-0.2), 0.2)", "-0.2), 1.0)"),
+    ("P11", "ppo.py", "-0.2), 0.2)", "-0.2), 1.0)"),
     ("A1", "utils.py", 'group["eps_hat"] / math.sqrt', 'group["eps_hat"] * math.sqrt'),
     ("L1", "rloo.py", "- old.logprobs).sum(dim=1)", "- old.logprobs).mean(dim=1)"),
     ("L2", "rloo.py", "scores - kl_coef * kl.sum(dim=1)", "scores + kl_coef * kl.sum(dim=1)"),

@@ -34,7 +34,7 @@ def test_the_page_has_all_cells_in_order_solutions_folded_and_its_pictures():
     assert pictures == {path.name for path in (ROOT / "docs/img/course").iterdir()}
 
 
-def solutions() -> SimpleNamespace:
+def solutions():
     """The functions that the notebook's solutions define."""
     space = dict(vars(grade))
     for cell in CODE:

@@ -8,6 +8,7 @@ import textwrap
 import pytest
 import tiny
 import torch
+from tiny import PAD, make_contexts, make_lm
 
 import ppo
 import utils
@@ -15,7 +16,7 @@ from machinery import decoding
 from utils import TokenIds, truncate
 
 OTHERS = ("gemma2", "opt", "gptj", "deepseek_v3")  # whose values are narrower than its keys
-KINDS: list = [(kind, {}) for kind in (*tiny.KINDS, *OTHERS, *tiny.HYBRIDS)]
+KINDS = [(kind, {}) for kind in (*tiny.KINDS, *OTHERS, *tiny.HYBRIDS)]
 # Local attention as wide as context and response; windows narrower than the contexts, and in one of
 # two layers, full after the first block of columns:
 KINDS += [
@@ -24,13 +25,13 @@ KINDS += [
     ("gemma2", dict(sliding_window=20)),
 ]
 LENGTH = 5  # tokens of a response
-CONTEXTS = tiny.make_contexts([8, 3, 5, 8, 1], 11).repeat(3, 1)  # 3 columns are pads
+CONTEXTS = make_contexts([8, 3, 5, 8, 1], 11).repeat(3, 1)  # 3 columns are pads
 
 
 @torch.no_grad()
-def next_logits(lm, tokens: torch.Tensor) -> torch.Tensor:
+def next_logits(lm, tokens):
     """Logits [B, V] after sequences [B, T] by the plain model, without a cache."""
-    mask = tokens != tiny.PAD
+    mask = tokens != PAD
     inputs = dict(attention_mask=mask, position_ids=mask.cumsum(dim=1) - mask.long())
     return lm(tokens.masked_fill(~mask, 0), use_cache=False, **inputs).logits[:, -1].float()
 
@@ -40,8 +41,8 @@ def next_logits(lm, tokens: torch.Tensor) -> torch.Tensor:
 def test_G4_decoder_gives_the_logits_of_the_plain_model(kind, settings, bf16, monkeypatch):
     """With any ids as padding, prompts that repeat, a cache that grows."""
     monkeypatch.setattr(decoding, "BLOCK", 3)
-    lm = tiny.make_lm(kind, **settings)
-    mask = CONTEXTS != tiny.PAD
+    lm = make_lm(kind, **settings)
+    mask = CONTEXTS != PAD
     responses = tiny.make_responses(15, LENGTH)
     read = []
 
@@ -60,7 +61,7 @@ def test_G4_decoder_gives_the_logits_of_the_plain_model(kind, settings, bf16, mo
             handle = lm.get_input_embeddings().register_forward_pre_hook(keep_shape)
             logits = batch.next_logits()
             handle.remove()
-        assert logits.shape == (15, tiny.VOCAB) and logits.dtype == torch.float32
+        assert logits.dtype == torch.float32
         error = (logits - expected).norm(dim=1) / expected.norm(dim=1)
         assert error.max() < limit, step
         batch.append(responses[:, step])
@@ -74,28 +75,19 @@ def test_G4_responses_that_have_ended_leave_the_batch(number, monkeypatch):
     kind, settings = KINDS[number]
     size = (1, 17, 40)[number % 3]
     monkeypatch.setattr(decoding, "BLOCK", 16)
-    compute = decoding.DecodingBatch.next_logits
-    rows = []  # that are computed for each token
-
-    def likely_to_end(batch: decoding.DecodingBatch) -> torch.Tensor:
-        logits = compute(batch)
-        rows.append(len(logits))
-        logits[:, 0] = logits.logsumexp(dim=-1) - 2.5  # about 0.05; an EOS task ends there
-        return logits
-
-    monkeypatch.setattr(decoding.DecodingBatch, "next_logits", likely_to_end)
-    lm = tiny.make_lm(kind, **settings)
-    inputs = tiny.make_contexts([8, 3, 5, 8, 1] * 8, 8)[:size], tiny.uniform(50, size)
+    rows = tiny.end_soon(monkeypatch)  # an EOS task ends at token 0
+    lm = make_lm(kind, **settings)
+    inputs = make_contexts([8, 3, 5, 8, 1] * 8, 8)[:size], tiny.uniform(50, size)
     with torch.autocast("cpu", torch.bfloat16, enabled=number % 2 == 1):
         full = tiny.sample(lm, *inputs)
         assert rows == [size] * 50
         for after in (0, 4):
             rows.clear()
             found = tiny.sample(lm, *inputs, eos_task=True, truncate_after=after)
-            ids = TokenIds(tiny.PAD, [0], [], [], after)
+            ids = TokenIds(PAD, [0], [], [], after)
             expected, ended = truncate(full, ids)
             assert torch.equal(truncate(found, ids)[0], expected)
-            lengths = (expected != tiny.PAD).sum(dim=1).masked_fill(~ended, 50)
+            lengths = (expected != PAD).sum(dim=1).masked_fill(~ended, 50)
             for begin in range(0, len(rows), 16):  # checked after every 16 tokens
                 left = int((lengths > begin).sum())
                 expected_rows = min(max(left, decoding.MIN_ROWS), size)
@@ -106,21 +98,21 @@ def test_G4_responses_that_have_ended_leave_the_batch(number, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_G4_generate_samples_what_a_loop_without_a_cache_does(kind):
-    lm, tokens = tiny.make_lm(kind), CONTEXTS
+    lm, tokens = make_lm(kind), CONTEXTS
     torch.manual_seed(0)
     for _ in range(LENGTH):
         probs = (next_logits(lm, tokens) / 0.7).softmax(dim=-1)
         new = torch.multinomial(probs, num_samples=1)
         tokens = torch.cat([tokens, new], dim=1)
     torch.manual_seed(0)
-    found = decoding.generate(lm, CONTEXTS, tiny.PAD, LENGTH, 0.7)
+    found = decoding.generate(lm, CONTEXTS, PAD, LENGTH, 0.7)
     assert torch.equal(found, tokens[:, -LENGTH:])
 
 
 def test_G4_the_plain_loop_in_the_comment_of_sample_finds_the_same_tokens():
-    contexts = tiny.make_contexts([8, 2, 5], 8)
+    contexts = make_contexts([8, 2, 5], 8)
     uniform = utils.random_numbers(1, 0, contexts.device, 6, 3)
-    found = tiny.sample(tiny.make_lm(), contexts, uniform)
+    found = tiny.sample(make_lm(), contexts, uniform)
     comment = re.search(r"Plainly:\n +#\n((?: +#  .*\n)+)", inspect.getsource(ppo.sample))[1]
     code = textwrap.dedent(re.sub("^ +#", "", comment, flags=re.M))
     sampled = []
@@ -129,7 +121,7 @@ def test_G4_the_plain_loop_in_the_comment_of_sample_finds_the_same_tokens():
         sampled.append(utils.sample_token(logits, numbers))
         return sampled[-1]
 
-    names = dict(lm=tiny.make_lm(), contexts=contexts, uniform=uniform, ids=tiny.IDS)
+    names = dict(lm=make_lm(), contexts=contexts, uniform=uniform, ids=tiny.IDS)
     names |= dict(R=6, temperature=0.7, sample_token=sample_token, F=torch.nn.functional)
     with torch.no_grad():
         exec(code, names)

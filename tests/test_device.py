@@ -120,8 +120,7 @@ def elsewhere(monkeypatch):
     monkeypatch.setattr(torch, "tensor", partial(make_and_move, torch.tensor))
     monkeypatch.setattr(torch, "as_tensor", partial(make_and_move, torch.as_tensor))
     for script in (ppo, rloo):
-        make = lambda seed, step, device, *size: tiny.uniform(*size).to(device)  # noqa: E731
-        monkeypatch.setattr(script, "random_numbers", make)
+        monkeypatch.setattr(script, "random_numbers", random_numbers)
 
     def use(device):
         accelerator = SimpleNamespace(
@@ -136,6 +135,10 @@ def elsewhere(monkeypatch):
         return Elsewhere()
 
     return use
+
+
+def random_numbers(seed, step, device, *size):
+    return tiny.uniform(*size).to(device)
 
 
 def make_and_move(make, *args, device=None, **options):
@@ -203,7 +206,6 @@ def test_an_update_elsewhere_makes_the_same_numbers_without_waiting(script, kind
     assert len(found) == len(expected) > 20
     for x, y in zip(found, expected, strict=True):
         assert x.device == AWAY
-        assert y.device == HERE
         torch.testing.assert_close(x.near, y, atol=1e-4, rtol=1e-4)
     assert metrics_away == pytest.approx(metrics, rel=1e-4, abs=1e-4)
     *_, sampling, total = update(script, kind, AWAY, 3, elsewhere)

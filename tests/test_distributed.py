@@ -1,5 +1,5 @@
 """Two processes have the gradients of one (X11, P7, pitfalls 9, 10, 11, 19). One launch for all.
-Whole runs on one process and on several: benchmarks/test_same.py."""
+Whole runs on one process and on several: tools/test_same.py."""
 
 import contextlib
 import os
@@ -16,7 +16,9 @@ import two_processes
 from accelerate.state import AcceleratorState
 from conftest import SCRIPTS, read_metrics
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from tiny import make_args, refuses
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from machinery import distributed
 
@@ -30,7 +32,7 @@ CPUS = [  # a container's quota, processes, CPUs of this process, and its thread
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory):
+def both(tmp_path_factory):
     """The results of one process, and of each of two; all workers of pytest share one launch."""
     root = tmp_path_factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
@@ -47,13 +49,6 @@ def both(tmp_path_factory: pytest.TempPathFactory):
     return SimpleNamespace(folder=folder, one=one, ranks=ranks, alone=alone, handed=handed)
 
 
-def assert_close(ours: dict, theirs: dict, **tolerance) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        pair = torch.as_tensor(ours[name]), torch.as_tensor(value)
-        torch.testing.assert_close(*pair, **tolerance, msg=lambda m, n=name: f"{n}: {m}")
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_P7_R4_L3_P8_X11_gradients_and_metrics_do_not_depend_on_the_number_of_processes(name, both):
     """On uneven shares: means of means would differ. Three held-out sequences of sft.py count once.
@@ -62,7 +57,7 @@ def test_P7_R4_L3_P8_X11_gradients_and_metrics_do_not_depend_on_the_number_of_pr
     assert len(expected) == (4 if name in ("ppo", "rloo") else 2)
     assert max(gradient.abs().max() for gradient in expected[0]) > 1e-2
     for rank in both.ranks:
-        torch.testing.assert_close(rank[name][0], expected, atol=2e-5, rtol=1e-4)
+        assert_close(rank[name][0], expected, atol=2e-5, rtol=1e-4)
         assert rank[name][1] == [pytest.approx(line, rel=1e-4, abs=1e-5) for line in metrics]
 
 
@@ -80,7 +75,7 @@ def test_G6_processes_sample_other_queries_and_other_responses(name, both):
 def test_saved_weights_are_the_same_on_all_processes(name, both):
     ours, theirs = (rank["scripts"][name] for rank in both.ranks)
     assert_close(ours["weights"], theirs["weights"], atol=0, rtol=0)
-    saved = tiny.AutoModelForCausalLM.from_pretrained(both.folder / name).state_dict()
+    saved = AutoModelForCausalLM.from_pretrained(both.folder / name).state_dict()
     assert_close(saved, ours["weights"], atol=0, rtol=0)
 
 
@@ -152,9 +147,9 @@ def test_a_gpu_that_torch_cannot_use_is_not_replaced_by_the_cpu(accelerator, mon
     device = Path("/dev/nvidia3")  # of several, in a container
     monkeypatch.setattr(Path, "glob", lambda path, name: [device] if device.match(name) else [])
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    tiny.refuses(lambda: distributed.start(tiny.make_args()), "docs/running.md")
+    refuses(lambda: distributed.start(make_args()), "docs/running.md")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    distributed.start(tiny.make_args())
+    distributed.start(make_args())
     assert capsys.readouterr().out == "cpu, fp32 (on GPUs, bf16 is faster), processes: 1\n"
 
 
@@ -162,16 +157,16 @@ def test_processes_that_did_not_start_are_refused(accelerator, monkeypatch):
     """`torchrun` without ACCELERATE_USE_CPU: each of two sees only itself. `accelerate launch --cpu
     --num_processes 2` starts one, without WORLD_SIZE, but with the address of a rendezvous."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert distributed.start(tiny.make_args()).num_processes == 1
+    assert distributed.start(make_args()).num_processes == 1
     monkeypatch.setenv("WORLD_SIZE", "2")
-    start = lambda: distributed.start(tiny.make_args())  # noqa: E731
-    tiny.refuses(start, "only 1 of the launcher's processes started")
+    start = lambda: distributed.start(make_args())  # noqa: E731
+    refuses(start, "only 1 of the launcher's processes started")
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert start().num_processes == 1  # left in a shell by another job
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
-    tiny.refuses(start, "docs/running.md")
+    refuses(start, "docs/running.md")
 
 
 @pytest.mark.parametrize("case", CPUS)
@@ -188,15 +183,15 @@ def test_threads_are_a_process_share_of_the_cpus_that_it_may_use(case, monkeypat
 
 def test_on_a_cpu_too_a_run_has_its_share_of_threads(accelerator, monkeypatch):
     """Unless the user has set OMP_NUM_THREADS. A number above torch's own is not taken."""
-    chosen: list[int] = []
+    chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 32)
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     for cpus in (2, 96):
         monkeypatch.setattr(distributed, "count_cpus", lambda cpus=cpus: cpus)
-        distributed.start(tiny.make_args())
+        distributed.start(make_args())
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        distributed.start(tiny.make_args())
+        distributed.start(make_args())
     assert chosen == [2, 32, 32]
 
 
@@ -229,4 +224,4 @@ def test_a_mac_computes_on_its_cpu(accelerator, monkeypatch):
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     AcceleratorState._reset_state(True)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert distributed.start(tiny.make_args()).device.type == "cpu"
+    assert distributed.start(make_args()).device.type == "cpu"

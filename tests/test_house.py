@@ -17,7 +17,7 @@ MAY_IMPORT = {
 }
 
 
-def part(name: str) -> str | None:
+def part(name):
     """The part of the house that a module belongs to; None if it is a library's."""
     first = name.split(".")[0]
     if first in SCRIPTS:
@@ -27,7 +27,7 @@ def part(name: str) -> str | None:
     return first if first in MAY_IMPORT else None
 
 
-def imports(path: Path) -> set[str]:
+def imports(path):
     """The parts that a file imports, at its top or inside of functions."""
     names = []
     for node in ast.walk(ast.parse(path.read_text())):

@@ -10,10 +10,12 @@ import pytest
 import tiny
 import torch
 import transformers
-from tiny import refuses
+from tiny import make_lm, refuses
+from torch.testing import assert_close
 
 import train_reward
 from machinery import cli, models, rewards, runs
+from machinery.models import load_lm
 
 pytestmark = pytest.mark.usefixtures("accelerator")
 RL, SCRIPTS = ("ppo", "rloo"), ("ppo", "rloo", "train_reward", "sft")
@@ -46,7 +48,7 @@ WITH_TEXT["mistral3"] = tiny.config("mistral"), PIXTRAL
 LLAMA4 = dict(vision_output_dim=16, projector_input_dim=16, projector_output_dim=16)
 
 
-def check(kind: str) -> None:
+def check(kind):
     config = tiny.config(kind, dropout=0.5, **SETTINGS.get(kind, {}))
     torch.manual_seed(0)
     lm = transformers.AutoModelForCausalLM.from_config(models.disable_dropout(config))
@@ -68,12 +70,12 @@ def test_check_model_refuses_architectures_by_name(kind):
 @pytest.mark.parametrize("kind", WINDOWS)
 def test_a_window_is_found_whatever_its_name_if_the_run_has_longer_texts(kind, start, tmp_path):
     """Each script compares at the length of its own texts: 13 tokens, or the labels'."""
-    tiny.make_lm(kind, **WINDOWS[kind]).save_pretrained(tmp_path / "model")
+    make_lm(kind, **WINDOWS[kind]).save_pretrained(tmp_path / "model")
     folder = str(tiny.write_tokenizer(tmp_path / "model"))
-    models.load_lm(folder)
-    refuses(lambda: models.load_lm(folder, length=12), "--base_model", "shorter sequences")
+    load_lm(folder)
+    refuses(lambda: load_lm(folder, length=12), "--base_model", "shorter sequences")
     for script in SCRIPTS:
-        refuses(lambda s=script: start(s, base_model=folder), "--base_model", kind, "nats")
+        refuses(lambda: start(script, base_model=folder), "--base_model", kind, "nats")
     refuses(lambda: start("train_reward", policy_model=folder), "--policy_model", kind, "nats")
 
 
@@ -85,7 +87,7 @@ def test_a_reward_model_whose_scores_depend_on_other_texts_is_refused(start, tmp
     model.save_pretrained(tmp_path / "other")
     folder = str(tiny.write_tokenizer(tmp_path / "other"))
     for script in RL:
-        refuses(lambda s=script: start(s, reward_model=folder), "--reward_model", "phi3", "texts")
+        refuses(lambda: start(script, reward_model=folder), "--reward_model", "phi3", "texts")
     rewards.choose_unpadding(model, 6)
 
 
@@ -119,13 +121,13 @@ def test_the_text_model_of_a_checkpoint_that_reads_images_is_loaded_and_saved(ki
     torch.manual_seed(0)
     whole = transformers.AutoModelForImageTextToText.from_config(config).eval()
     whole.save_pretrained(tmp_path / "whole")
-    lm = models.load_lm(str(tmp_path / "whole"))
+    lm = load_lm(str(tmp_path / "whole"))
     tokenizer = SimpleNamespace(save_pretrained=str)
     runs.save_model(lm, tokenizer, tmp_path / "text", lm.state_dict(), {})
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
     tokens = torch.arange(9)[None]
     for model in (lm, again):
-        torch.testing.assert_close(model(tokens).logits, whole(tokens).logits, atol=1e-5, rtol=1e-5)
+        assert_close(model(tokens).logits, whole(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_the_head_of_llama_4_is_found_and_its_transformer_refused(tmp_path):
@@ -135,15 +137,17 @@ def test_the_head_of_llama_4_is_found_and_its_transformer_refused(tmp_path):
     config = transformers.AutoConfig.for_model("llama4", text_config=text, vision_config=eyes)
     whole = transformers.AutoModelForImageTextToText.from_config(config)
     whole.save_pretrained(tmp_path)
-    refuses(lambda: models.load_lm(str(tmp_path)), "--base_model", "llama4_text", "GPT-2")
+    refuses(lambda: load_lm(str(tmp_path)), "--base_model", "llama4_text", "GPT-2")
 
 
-@pytest.mark.parametrize("form", ["quantized", "code", "bin"])
-def test_a_checkpoint_in_a_form_that_is_not_read_says_what_to_do(form, start, tmp_path):
+FORMS = [("quantized", "bf16"), ("code", "not run"), ("bin", "save_pretrained")]
+
+
+@pytest.mark.parametrize(("form", "expected"), FORMS)
+def test_a_checkpoint_in_a_form_that_is_not_read_says_what_to_do(form, expected, start, tmp_path):
     """Before a package for quantized weights is asked for, and without flags that do not exist."""
     folder = tiny.write_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    expected = {"quantized": "bf16", "code": "not run", "bin": "save_pretrained"}[form]
     if form == "quantized":
         config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     if form == "code":
@@ -158,7 +162,7 @@ def test_a_checkpoint_in_a_form_that_is_not_read_says_what_to_do(form, start, tm
 def test_a_model_without_a_text_model_of_its_own_is_refused_by_name(tmp_path):
     """Not with the library's list of 200 others."""
     transformers.Qwen2VLConfig().save_pretrained(tmp_path)
-    message = refuses(lambda: models.load_lm(str(tmp_path)), "--base_model", "qwen2_vl", "Qwen3")
+    message = refuses(lambda: load_lm(str(tmp_path)), "--base_model", "qwen2_vl", "Qwen3")
     assert len(message) < 300
 
 
@@ -170,10 +174,10 @@ def test_heads_read_what_OPT_350m_projects():
     _, _, values = policy(contexts, responses)
     for row, found in enumerate(values):
         _, _, expected = tiny.run_alone(policy, contexts[row], responses[row])
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+        assert_close(found, expected, atol=1e-5, rtol=1e-4)
     hidden = reward.backbone(responses).last_hidden_state[:, -1]
     expected = reward.gain * reward.head(hidden).squeeze(1) + reward.bias
-    torch.testing.assert_close(reward(responses), expected, atol=1e-5, rtol=1e-4)
+    assert_close(reward(responses), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_encoders_and_adapters_are_refused_with_what_to_do(start, tmp_path):
@@ -185,7 +189,7 @@ def test_encoders_and_adapters_are_refused_with_what_to_do(start, tmp_path):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         (folder / "adapter_config.json").write_text("{}")
-        refuses(lambda x=str(folder): start("sft", base_model=x), "--base_model", "merge")
+        refuses(lambda: start("sft", base_model=str(folder)), "--base_model", "merge")
     adapter = str(tmp_path / "adapter")
     refuses(lambda: start("ppo", reward_model=adapter), "--reward_model", "merge")
 
@@ -193,50 +197,49 @@ def test_encoders_and_adapters_are_refused_with_what_to_do(start, tmp_path):
 def test_an_adapter_on_the_hub_is_refused(hub):
     """The library would load it, and freeze the weights."""
     folder = hub.commit("models", "owner/model")
-    tiny.make_lm("llama").save_pretrained(folder)
+    make_lm("llama").save_pretrained(folder)
     lm = transformers.AutoModelForCausalLM.from_pretrained(folder)
     peft.get_peft_model(lm, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(folder)
-    refuses(lambda: models.load_lm("owner/model"), "--base_model owner/model: ", "adapter")
+    refuses(lambda: load_lm("owner/model"), "--base_model owner/model: ", "adapter")
 
 
 def test_a_text_may_be_as_long_as_the_model_reads(tmp_path):
-    tiny.make_lm("llama", positions=16).save_pretrained(tmp_path)
-    models.load_lm(str(tmp_path), length=16)
-    refuses(lambda: models.load_lm(str(tmp_path), length=17), "llama", "needs 17", "reads 16")
+    make_lm("llama", positions=16).save_pretrained(tmp_path)
+    load_lm(str(tmp_path), length=16)
+    refuses(lambda: load_lm(str(tmp_path), length=17), "llama", "needs 17", "reads 16")
 
 
 def test_weights_that_are_missing_or_not_finite_are_refused(tmp_path):
     """They are not replaced by random ones."""
-    for value in ("nan", "inf"):
-        lm = tiny.make_lm(vocab=tiny.WORDS)
-        lm.transformer.h[1].mlp.c_fc.weight.data[3, 4] = float(value)
-        lm.save_pretrained(tmp_path / value)
-        refuses(lambda v=value: models.load_lm(str(tmp_path / v)), f"/{value}", "nan nats")
+    lm = make_lm()
+    lm.transformer.h[1].mlp.c_fc.weight.data[3, 4] = torch.inf
+    lm.save_pretrained(tmp_path / "infinite")
+    refuses(lambda: load_lm(str(tmp_path / "infinite")), "--base_model", "nan nats")
     classifier = transformers.AutoModelForSequenceClassification.from_config(tiny.config("llama"))
     classifier.save_pretrained(tmp_path / "classifier")
-    refuses(lambda: models.load_lm(str(tmp_path / "classifier")), "--base_model", "lm_head.weight")
+    refuses(lambda: load_lm(str(tmp_path / "classifier")), "--base_model", "lm_head.weight")
 
 
 def test_weights_that_are_not_used_or_random_are_said(tmp_path, capsys):
     """A run turns the library's report off. Layers that the configuration lacks are left out."""
-    lm, file = tiny.make_lm("llama"), tmp_path / "model.safetensors"
+    lm, file = make_lm("llama"), tmp_path / "model.safetensors"
     lm.save_pretrained(tmp_path)
-    models.load_lm(str(tmp_path))
+    load_lm(str(tmp_path))
     assert capsys.readouterr().out == ""
     lm.config.num_hidden_layers = 1
     lm.config.save_pretrained(tmp_path)
-    models.load_lm(str(tmp_path))
+    load_lm(str(tmp_path))
     unused = [name for name in lm.state_dict() if ".layers.1." in name]
     assert f"{len(unused)} weights are not used, such as {min(unused)}" in capsys.readouterr().out
     file.rename(tmp_path / "model.gguf")
-    models.load_lm(str(tmp_path), allow_random=True)
+    load_lm(str(tmp_path), allow_random=True)
     assert f"--base_model {tmp_path} has no" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_model_without_tokenizer_files_says_so(kind, start, no_weights, tmp_path):
     """transformers makes up a tokenizer of one or two tokens for it, or of none."""
-    tiny.make_lm(kind).save_pretrained(tmp_path / "bare")
+    make_lm(kind).save_pretrained(tmp_path / "bare")
     refuses(lambda: start("ppo", base_model=str(tmp_path / "bare")), "/bare", "tokenizer")
 
 
@@ -255,10 +258,10 @@ def test_a_head_of_odd_size_is_the_plain_product_also_where_its_rows_are_aligned
     hidden = torch.randn(2, 5, 16, requires_grad=True)
     logits = head(hidden)
     expected = torch.nn.functional.linear(hidden, head.weight, head.bias)
-    torch.testing.assert_close(logits, expected)
+    assert_close(logits, expected)
     assert logits.stride(1) == 24  # a view of three aligned blocks
     noise = torch.randn(2, 5, 21)
     inputs = (hidden, *head.parameters())
     found = torch.autograd.grad((logits * noise).sum(), inputs)
     right = torch.autograd.grad((expected * noise).sum(), inputs)
-    torch.testing.assert_close(found, right)
+    assert_close(found, right)

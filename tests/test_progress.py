@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -27,7 +26,7 @@ def test_a_line_is_printed_at_least_once_a_minute(monkeypatch, capsys):
     now = [0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
 
-    def printed(total: int, seconds: int) -> list[int]:
+    def printed(total, seconds):
         shown = progress.Progress(total, ["objective/a", "b/a"])
         for step in range(total):
             now[0] += seconds
@@ -44,7 +43,7 @@ class Terminal(io.TextIOWrapper):
 
     gone, isatty = False, lambda self: True
 
-    def write(self, text: str) -> int:
+    def write(self, text):
         if self.gone:
             raise OSError(errno.EIO, "Input/output error")
         return super().write(text)
@@ -57,14 +56,14 @@ def test_samples_are_a_table_a_closed_terminal_leaves_a_checkpoint(eval_every, h
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, terminal)
 
-    def close(function: Any, *args: Any) -> Any:
+    def close(function, *args):
         terminal.gone = True
         os.kill(os.getpid(), signal.SIGHUP)
         return function(*args)
 
     at_call(monkeypatch, distributed, "check_gradients", 9, close)
     assert exit_code("ppo", settings("ppo", run_name="closed", eval_every=eval_every)) == 143
-    steps = len(Path("runs/closed/metrics.jsonl").read_text().splitlines())
+    steps = len(read_metrics("closed"))
     assert [read_state(path)[1]["step"] for path in checkpoint_files("closed")] == [steps]
     assert 1 < steps < 6
     terminal.seek(0)
@@ -104,10 +103,10 @@ def test_equal_scores_are_said_in_a_run(home, capsys):
     assert len(found) == 2
 
 
-def draw(folder: Path, lines: list[dict], names: list[str], monkeypatch) -> list:
+def draw(folder, lines, names, monkeypatch):
     """The panels of curves.png of these metrics."""
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    figures: list = []
+    figures = []
     monkeypatch.setattr("matplotlib.figure.Figure", tiny.keep(Figure, figures))
     progress.plot_run(folder, names)
     return figures[0].axes

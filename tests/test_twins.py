@@ -19,11 +19,11 @@ DIFFER = {  # and why; functions inside these are twins of their own
 }
 
 
-def definitions(source: str) -> dict[str, str]:
+def definitions(source):
     """Name → text, with decorators and comments, of functions and classes."""
     lines, found = source.splitlines(), {}
 
-    def add(prefix: str, nodes: list[ast.stmt]) -> None:
+    def add(prefix, nodes):
         for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 first = min([node.lineno, *(x.lineno for x in node.decorator_list)])
@@ -35,9 +35,9 @@ def definitions(source: str) -> dict[str, str]:
     return found
 
 
-def compare(sources: dict[str, str]) -> dict[str, bool]:
+def compare(sources):
     """Names in at least two sources, and whether their texts are the same."""
-    texts: dict[str, list[str]] = {}
+    texts = {}
     for source in sources.values():
         for name, text in definitions(source).items():
             texts.setdefault(name, []).append(text)

@@ -1,9 +1,7 @@
 """machinery/unpadding.py: no padding gives what the plain call gives, or is not used (G3)."""
 
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 import tiny
 import torch
 from accelerate.utils import compare_versions
-from torch import Tensor
+from tiny import PAD, make_lm
 from torch.nn.attention import varlen
 
 from machinery import models, unpadding
@@ -22,13 +20,13 @@ PADDED |= {"gptj"} if compare_versions("transformers", "<", "5.24") else set()
 PROMPT = 8  # columns of a prompt in `make_batch`
 
 
-def make_inputs(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def make_inputs(tokens):
     """[B, T] → input_ids, attention_mask and position_ids."""
-    mask = tokens != tiny.PAD
+    mask = tokens != PAD
     return tokens.masked_fill(~mask, 0), mask, mask.cumsum(dim=1) - mask.long()
 
 
-def make_batch(width: int = 16, pads_anywhere: bool = True) -> tuple[Tensor, int]:
+def make_batch(width=16, pads_anywhere=True):
     """60 sequences, of which 1 to 4 neighbors have one prompt, and the tokens of all prompts."""
     rng = np.random.default_rng(0)
     tokens = torch.from_numpy(rng.integers(1, tiny.VOCAB, (60, width)))
@@ -37,19 +35,19 @@ def make_batch(width: int = 16, pads_anywhere: bool = True) -> tuple[Tensor, int
     if not pads_anywhere:
         real[:, :PROMPT] = real[:, :PROMPT].sort(dim=1).values
         real[:, PROMPT:] = real[:, PROMPT:].sort(dim=1, descending=True).values
-    tokens = tokens.masked_fill(~real, tiny.PAD)
+    tokens = tokens.masked_fill(~real, PAD)
     copies = np.repeat(np.arange(60), rng.integers(1, 5, 60))[:60]
     tokens[:, :PROMPT] = tokens[copies, :PROMPT]
     return tokens, int(real[np.unique(copies), :PROMPT].sum())
 
 
-def run_plain(backbone, input_ids: Tensor, mask: Tensor, position_ids: Tensor, **_) -> Tensor:
+def run_plain(backbone, input_ids, mask, position_ids, **_):
     """Hidden states [B, T, D] of the padded batch."""
     inputs = dict(attention_mask=mask, position_ids=position_ids, use_cache=False)
     return backbone(input_ids, **inputs).last_hidden_state
 
 
-def spy_tokens(lm) -> list[tuple[int, int]]:
+def spy_tokens(lm):
     """For each call from here on: the real tokens (none is 0) and all tokens that it reads."""
     read = []
 
@@ -61,11 +59,11 @@ def spy_tokens(lm) -> list[tuple[int, int]]:
     return read
 
 
-def unpadded(lm) -> Callable:
+def unpadded(lm):
     return partial(unpadding.compute_hidden, lm.base_model)
 
 
-def hidden_and_gradients(lm, call, inputs, bf16: bool = False, **options) -> list[Tensor]:
+def hidden_and_gradients(lm, call, inputs, bf16=False, **options):
     """Hidden states of real tokens, and the gradients of a random sum of them."""
     mask = inputs[1]
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -78,12 +76,12 @@ def hidden_and_gradients(lm, call, inputs, bf16: bool = False, **options) -> lis
     return [real, *torch.autograd.grad(loss, trained)]
 
 
-def plain(lm, inputs, bf16: bool = False) -> list[Tensor]:
+def plain(lm, inputs, bf16=False):
     """The same by the model's own call."""
     return hidden_and_gradients(lm, partial(run_plain, lm.base_model), inputs, bf16)
 
 
-def assert_close(found: list[Tensor], expected: list[Tensor], bf16: bool = False) -> None:
+def assert_close(found, expected, bf16=False):
     """Hidden states, and gradients; in bf16 the plain call's are off by up to 0.13."""
     limit, limit_of_gradients = 1e-6, 2e-5
     if bf16:
@@ -99,7 +97,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor], bf16: bool = False
 @pytest.mark.parametrize("kind", (*tiny.KINDS, *OTHERS))
 def test_G3_hidden_states_and_gradients_are_those_of_the_plain_call(kind, bf16):
     """Padding anywhere, prompts computed for each sequence or once; no padding is read."""
-    lm = tiny.make_lm(kind)
+    lm = make_lm(kind)
     tokens, prompt_tokens = make_batch()
     inputs = make_inputs(tokens)
     expected = plain(lm, inputs, bf16)
@@ -141,7 +139,7 @@ def naive_varlen(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale, window_siz
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "opt"])
 def test_varlen_attn_gives_what_the_plain_call_gives(kind, bf16, monkeypatch):
     """Prompts shared or not, with gradient checkpointing; no layer calls SDPA. A CPU stands in."""
-    lm = tiny.make_lm(kind)
+    lm = make_lm(kind)
     inputs = make_inputs(make_batch()[0])
     expected = plain(lm, inputs, bf16)
     unpadding.set_unpadding(lm.base_model, 16)
@@ -167,7 +165,7 @@ def test_varlen_attn_is_called_where_flash_attention_can_run(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
 
-    def fits(key: int, value: int, **other: Any) -> bool:
+    def fits(key, value, **other):
         k = SimpleNamespace(shape=(9, 2, key))
         v = SimpleNamespace(**dict(dtype=torch.bfloat16, is_cuda=True) | other)
         v.shape = (9, 2, value)
@@ -184,12 +182,12 @@ def test_varlen_attn_is_called_where_flash_attention_can_run(monkeypatch):
 @pytest.mark.parametrize("prompt", [0, 1, 8])
 def test_few_or_no_tokens_in_prompts_or_after_them(prompt, own):
     """Two prompts for five sequences, one of which has one own token more than the others."""
-    tokens = torch.full((5, 14), tiny.PAD)
+    tokens = torch.full((5, 14), PAD)
     of_prompt = torch.tensor([1, 1, 1, 2, 2])
     tokens[:, 8 - prompt : 8] = of_prompt[:, None] + torch.arange(prompt)
     tokens[:, 8 : 8 + own] = torch.arange(1, 1 + 5 * own).view(5, own)
     tokens[4, 8 + own] = 7
-    lm = tiny.make_lm("llama")
+    lm = make_lm("llama")
     inputs = make_inputs(tokens)
     found = hidden_and_gradients(lm, unpadded(lm), inputs, prompt_length=8)
     assert_close(found, plain(lm, inputs))
@@ -198,11 +196,11 @@ def test_few_or_no_tokens_in_prompts_or_after_them(prompt, own):
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama", "opt"])
 def test_gradients_with_checkpointing_are_those_without(kind):
     """Two calls before one backward pass, which computes both again."""
-    lm = tiny.make_lm(kind)
+    lm = make_lm(kind)
     inputs = make_inputs(make_batch()[0])
     unpadding.set_unpadding(lm.base_model, 16)
 
-    def call(*inputs: Tensor) -> Tensor:
+    def call(*inputs):
         first = unpadded(lm)(*(x[:30] for x in inputs), prompt_length=PROMPT)
         return torch.cat([first, unpadded(lm)(*(x[30:] for x in inputs))])
 
@@ -214,7 +212,7 @@ def test_gradients_with_checkpointing_are_those_without(kind):
 
 def test_calls_with_padding_and_caches_are_those_of_sdpa():
     """`lm(...)` and `generate` do not notice; a saved configuration stays."""
-    lm = tiny.make_lm("llama")
+    lm = make_lm("llama")
     inputs, mask, position_ids = make_inputs(make_batch()[0])
     before = lm.config.to_json_string()
     results = []
@@ -233,7 +231,7 @@ def test_calls_with_padding_and_caches_are_those_of_sdpa():
 def test_G3_padding_is_computed_if_local_attention_reaches_less_far(kind, window, capsys):
     """And a run says so, once; also for a sequence that is longer than those of the check."""
     unpadding.say_once.cache_clear()
-    lm = tiny.make_lm(kind, sliding_window=window)
+    lm = make_lm(kind, sliding_window=window)
     tokens, _ = make_batch(16, pads_anywhere=False)
     inputs = make_inputs(tokens)
     tokens, _ = make_batch(17, pads_anywhere=False)
@@ -252,9 +250,9 @@ def test_G3_padding_is_computed_if_local_attention_reaches_less_far(kind, window
 
 def test_a_wide_batch_of_sequences_that_are_short_enough_has_no_padding():
     """Long prompts beside long answers: the batch is wider than any of its sequences."""
-    lm = tiny.make_lm()
+    lm = make_lm()
     models.check_model(lm, 10)
-    tokens = torch.full((3, 16), tiny.PAD)
+    tokens = torch.full((3, 16), PAD)
     for row, (prompt, answer) in enumerate([(8, 2), (2, 8), (1, 1)]):
         tokens[row, 8 - prompt : 8 + answer] = 1
     inputs = make_inputs(tokens)
@@ -288,7 +286,7 @@ def test_the_check_notices_a_model_that_mixes_sequences(mistake):
             kwargs = kwargs | mistake(kwargs["plan"], args[0])
         return args, kwargs
 
-    lm = tiny.make_lm()
+    lm = make_lm()
     lm.base_model.register_forward_pre_hook(mix, with_kwargs=True)
     models.check_model(lm, 16)
     assert lm.base_model.max_unpadded == 0 and lm.config._attn_implementation == "sdpa"
@@ -296,4 +294,4 @@ def test_the_check_notices_a_model_that_mixes_sequences(mistake):
 
 def test_a_model_that_makes_its_own_attention_masks_is_refused():
     """Those of Doge have weights, which would get no gradient."""
-    tiny.refuses(lambda: models.check_model(tiny.make_lm("doge"), 16), "")
+    tiny.refuses(lambda: models.check_model(make_lm("doge"), 16), "")

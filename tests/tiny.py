@@ -16,7 +16,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ppo
@@ -26,11 +25,12 @@ import train_reward
 import utils
 from data import tasks
 from machinery import cli, distributed, models, unpadding
+from machinery.decoding import DecodingBatch
 from machinery.labels import OPENAI_PAD
 from train_reward import RewardConfig
 
 
-def refuses(call, *words) -> str:
+def refuses(call, *words):
     """Assert that `call` raises `InputError` whose message has all `words`; return the message."""
     with pytest.raises(cli.InputError) as caught:
         call()
@@ -40,7 +40,7 @@ def refuses(call, *words) -> str:
     return message
 
 
-def run_python(*words, processes=1, env=None, **options) -> str:
+def run_python(*words, processes=1, env=None, **options):
     """What a Python program prints, on one process or several, which torchrun starts."""
     launcher = []
     if processes > 1:
@@ -183,27 +183,42 @@ def reward_function(model, max_tokens=36):
     return lambda q, r, columns=None: model.score(torch.cat([q, r], 1), max_tokens)
 
 
-def make_contexts(lengths, width, seed=0, vocab=VOCAB) -> Tensor:
+def make_contexts(lengths, width, seed=0, vocab=VOCAB):
     """Left-padded random rows of these lengths: [B, width]."""
     rng = np.random.default_rng(seed)
     rows = [rng.integers(1, vocab, n).tolist() for n in lengths]
     return utils.pad_left(rows, width, vocab)
 
 
-def uniform(length, rows) -> Tensor:
+def uniform(length, rows):
     """The random numbers [R, B] of B responses."""
     generator = torch.Generator().manual_seed(1)
     return torch.rand(length, rows, generator=generator, dtype=torch.float64)
 
 
-def sample(lm, contexts, uniform, pad_id=PAD, temperature=0.7, **task) -> Tensor:
+def sample(lm, contexts, uniform, pad_id=PAD, temperature=0.7, **task):
     """`ppo.sample` with token 0 as the truncate token: [B, C], [R, B] → [B, R]."""
     args = make_args(make_task(temperature=temperature, **task))
     ids = utils.TokenIds(pad_id, [0], [], [], args.task.truncate_after)
     return ppo.sample(lm, contexts, uniform, ids, args)
 
 
-def make_task(**changes) -> tasks.Task:
+def end_soon(patch):
+    """Make about one sampled token in 20 a 0; return the list of batch sizes of each step."""
+    compute = DecodingBatch.next_logits
+    sizes = []
+
+    def likely_to_end(batch):
+        logits = compute(batch)
+        sizes.append(len(logits))
+        logits[:, 0] = logits.logsumexp(dim=-1) - 2.5
+        return logits
+
+    patch.setattr(DecodingBatch, "next_logits", likely_to_end)
+    return sizes
+
+
+def make_task(**changes):
     values = dict(
         query_length=8,
         response_length=5,
@@ -250,7 +265,7 @@ def make_args(task=None, script=ppo, **changes):
     return script.Args(task=replace(task, **of_task), **values)
 
 
-def make_responses(batch_size, length, seed=1) -> Tensor:
+def make_responses(batch_size, length, seed=1):
     """Random responses [B, R]; some have the truncate token."""
     torch.manual_seed(seed)
     return torch.randint(1, 8, (batch_size, length))
@@ -357,7 +372,7 @@ def keep(function, kept):
     return keeping
 
 
-def load_script(path: Path):
+def load_script(path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -481,7 +496,7 @@ def make_rollout(policy, args, script=ppo, **inputs):
     return rollouts[0]
 
 
-def noisy_rollout(script, kept=None):
+def noisy_rollout(script, kept):
     """`Rollout`, but old numbers and rewards are off the policy's own, so that losses clip."""
     rollout_class = script.Rollout
 
@@ -496,10 +511,10 @@ def noisy_rollout(script, kept=None):
             rollout = rollout._replace(rewards=rewards, values=values)
         return rollout
 
-    return keep(make_noisy_rollout, [] if kept is None else kept)
+    return keep(make_noisy_rollout, kept)
 
 
-def run_alone(policy, context: Tensor, response: Tensor) -> tuple[Tensor, ...]:
+def run_alone(policy, context, response):
     """Log-probabilities, entropies and values of one response, from a plain call without padding."""
     context = context[context != policy.pad_id]
     response = response[response != policy.pad_id]
@@ -525,7 +540,7 @@ def assert_gradients(run, model, loss):
 class Sequences:
     """A table of given sequences [N, T] for sft.py."""
 
-    def __init__(self, tokens: Tensor):
+    def __init__(self, tokens):
         self.tokens = tokens
         self.length = tokens.shape[1]
 
@@ -539,7 +554,7 @@ class Sequences:
         return self.tokens[rows]
 
 
-def write_model(folder: Path, kind="gpt2", seed=0, dropout=0.1, **settings) -> Path:
+def write_model(folder, kind="gpt2", seed=0, dropout=0.1, **settings):
     """A folder with a random language model of the synthetic task's vocabulary, and its tokenizer."""
     make_lm(kind, seed, vocab=WORDS, dropout=dropout, **settings).save_pretrained(folder)
     return write_tokenizer(folder)
@@ -552,19 +567,19 @@ def write_config(folder, tokenizer, **settings):
     return str(folder)
 
 
-def write_tokenizer(folder: Path) -> Path:
+def write_tokenizer(folder):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tasks.SYNTHETIC / "model" / name, folder / name)
     return folder
 
 
-def write_reward(folder: Path, kind="gpt2", pad_id=WORDS, **settings) -> str:
+def write_reward(folder, kind="gpt2", pad_id=WORDS, **settings):
     """A folder as train_reward.py leaves it, with a random reward model."""
     make_reward(kind, pad_id=pad_id, **settings).save_pretrained(folder)
     return str(write_tokenizer(folder))
 
 
-def write_task(folder: Path, kind="gpt2", labels=16, **changes) -> tasks.Task:
+def write_task(folder, kind="gpt2", **changes):
     """A task whose model, queries and labels are small local files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     model = write_model(folder / "model", kind)
@@ -583,7 +598,7 @@ def write_task(folder: Path, kind="gpt2", labels=16, **changes) -> tasks.Task:
     stories.write_text("".join(lines))
     rng = np.random.default_rng(5)
     rows = []
-    for _ in range(labels):  # in OpenAI's format: token ids, padded on the right
+    for _ in range(16):  # in OpenAI's format: token ids, padded on the right
         row = {}
         for name in ("query", "sample0", "sample1", "sample2", "sample3"):
             size = task.query_length if name == "query" else task.response_length
@@ -595,7 +610,7 @@ def write_task(folder: Path, kind="gpt2", labels=16, **changes) -> tasks.Task:
     return task
 
 
-def eos_task(task: tasks.Task, folder: Path) -> tasks.Task:
+def eos_task(task, folder):
     """A task of `write_task` in the columns of TL;DR, its files in `folder`."""
     responses = []
     pairs = []
