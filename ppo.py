@@ -31,7 +31,7 @@ machinery/ has model loading, multiple processes, output files, and faster equiv
 calls; utils.py has small helpers.
 """
 
-import machinery  # noqa: F401  # before torch: it sets how torch's idle CPU threads wait
+import machinery  # noqa: F401  # before torch: sets how torch's idle CPU threads wait
 
 import math
 from collections import defaultdict
@@ -196,11 +196,11 @@ class PolicyAndValue(nn.Module):
 def sample(lm: Any, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R].
 
-    From the full vocabulary, ignoring generation_config: `sample_token` inverts the CDF at numbers
-    in [0, 1). In EOS tasks, responses that have ended leave the batch every 16 tokens;
-    `score_responses` removes what was sampled after the end.
+    Samples from the full vocabulary and ignores generation_config: `sample_token` inverts the CDF
+    at the numbers in [0, 1). In EOS tasks, every 16 tokens, responses that have ended are dropped
+    from the batch; `score_responses` removes what was sampled after the end.
     """
-    # `DecodingBatch` calls the language model and manages its cache of keys and values. Plainly:
+    # `DecodingBatch` calls the language model and manages its cache of keys and values. Without it:
     #
     #     mask = contexts != ids.pad
     #     inputs, cache = contexts.masked_fill(~mask, 0), None
@@ -235,7 +235,7 @@ def sample_in_batches(
     """Sample in batches of contexts of similar length: [B, C], [R, B] → [B, R]."""
     responses = contexts.new_empty(uniform.T.shape)
     context_lengths = (contexts != ids.pad).sum(dim=1)
-    order = context_lengths.argsort(stable=True)  # `DecodingBatch` drops common padding
+    order = context_lengths.argsort(stable=True)  # `DecodingBatch` drops shared padding
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(lm, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -251,7 +251,7 @@ def score_responses(
 
     Truncate tokens before position `ids.truncate_after` do not count. A response without one that
     counts is unfinished: it is not cut, and `unfinished_score` replaces its score. `columns` are
-    the data set's, for a --reward_fn.
+    the data set's, for a --reward_fn (see `main`).
     Returns scores [B], cut responses [B, R], which of them are finished [B] (all, if the task has
     no truncate token), and other numbers to log: {metric: [B]}.
     """
@@ -381,8 +381,8 @@ def make_rollout(
 def epoch_order(epoch: int, size: int, rng: np.random.Generator) -> np.ndarray:
     """The order [size] in which an epoch goes through the batch (P7).
 
-    The first epoch keeps the batch's order, which is random already, and on which
-    `compute_logprobs` relies.
+    The first epoch keeps the batch's order, which is already random; `compute_logprobs` relies on
+    this.
     """
     if epoch == 0:
         return np.arange(size)
@@ -420,8 +420,9 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tens
 def compute_advantages(minibatch: Rollout, args: Args) -> tuple[Tensor, Tensor]:
     """Advantages and returns [B, R] of a minibatch, with its rewards and advantages whitened (P9).
 
-    Scaling rewards but keeping their mean adds a constant to every token's reward. If lengths
-    differ, as in EOS tasks, that rewards or punishes length: set whiten_rewards=False.
+    Scaling rewards but keeping their mean adds a constant, mean * (1 - 1 / std), to every token's
+    reward. If lengths differ, as in EOS tasks, that rewards or punishes length: set
+    whiten_rewards=False.
     """
     rewards = minibatch.rewards
     if args.whiten_rewards:
@@ -443,8 +444,8 @@ def ppo_losses(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Policy loss, value loss and metrics of a micro-batch: [B, R] each → scalars.
 
-    `old`: the micro-batch as sampled. `num_tokens`: tokens of the minibatch, a mean over processes.
-    Losses are the micro-batch's shares of the minibatch's mean: they add up to it (P7).
+    `old`: the micro-batch as sampled. `num_tokens`: how many the minibatch has, averaged over
+    processes. Losses are the micro-batch's shares of the minibatch's mean: they add up to it (P7).
     """
 
     def share_of_mean(x: Tensor) -> Tensor:
@@ -452,7 +453,7 @@ def ppo_losses(
 
     log_ratio = logprobs - old.logprobs
     # Without the clamp, exp can overflow; where `max` picks the clipped loss, the backward pass
-    # would then compute 0 * inf = NaN. At 40, the square of the ratio is finite, too.
+    # would then compute 0 * inf = NaN. At 40, the square of the ratio, a metric, is finite, too.
     ratio = log_ratio.clamp(max=40).exp()
     clipped_ratio = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_losses = -advantages * ratio
@@ -474,7 +475,7 @@ def ppo_losses(
             "ppo/val/clipfrac": share_of_mean((vf_losses_clipped > vf_losses).float()),
             "ppo/val/error": share_of_mean(vf_losses),  # mean squared error
             "ppo/val/vpred": share_of_mean(values),
-            "ppo/val/ratio": share_of_mean(ratio),
+            "ppo/val/ratio": share_of_mean(ratio),  # the policy's; the name is TRL's
             "ppo/val/ratio_var": share_of_mean((ratio - 1) ** 2),  # around 1, not around its mean
         }
     return pg_loss, vf_loss, stats
@@ -538,16 +539,16 @@ def main(args: Args) -> None:
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
 
     # table[rows] → queries [B, Q]; table.columns(rows) → {name: B values} of the data set;
-    # reward(queries, responses, columns) → scores [B] and other numbers to log, {metric: [B]}, such
-    # as the true score by `gold_fn`. Scores are those of the reward model or of --reward_fn, a
-    # Python function in its place (a task's flag).
-    tokenizer, ids = load_tokenizer(task, task.response_length)  # ids: pad, ends, affixes
+    # reward(queries, responses, columns) → scores [B] and other numbers to log: {metric: [B]}, such
+    # as "objective/gold_score". Scores come from the reward model, normalized by train_reward.py,
+    # or from --reward_fn, a Python function in its place.
+    tokenizer, ids = load_tokenizer(task, task.response_length)  # pad, truncate tokens, affixes
     heldout, table = load_queries(task, tokenizer, ids).hold_out(args.eval_queries)
     reward = load_reward(args, tokenizer, ids, accelerator)
 
     # `load_lm` checks that a model can read C + R tokens, and that the reference has the same
-    # tokenizer. `prepare` and `freeze` move a model to the device and set its precision. It remains
-    # the same object (no DDP wrapper; FSDP2 shards it in place), so `lm` is the policy's.
+    # tokenizer. `prepare` and `freeze` move a model to the device and set its precision. A model
+    # stays the same object (no DDP wrapper; FSDP2 shards it in place): `lm` is still the policy's.
     lm = load_lm(task.base_model, length=ids.total_length)  # no dropout (P4)
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
@@ -564,12 +565,12 @@ def main(args: Args) -> None:
     minibatch_size = local_batch_size // args.num_minibatches
     num_steps = args.num_ppo_epochs * args.num_minibatches  # Adam steps per update
     num_updates = math.ceil(args.total_episodes / args.batch_size)
-    cli.say(f"{len(table)} queries to learn, {len(heldout)} held out, {num_updates} updates")
+    cli.say(f"{len(table)} training queries, {len(heldout)} held out, {num_updates} updates")
     timer = Timer(device)
     shown = ["objective/scores", "objective/kl", "objective/kl_coef", "objective/rlhf_reward"]
     if task.gold_fn:
         shown.append("objective/gold_score")
-    run = Run(args, num_updates, shown, accelerator)  # shows these in the terminal and curves.png
+    run = Run(args, num_updates, shown, accelerator)  # these in the terminal and in curves.png
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
@@ -578,7 +579,7 @@ def main(args: Args) -> None:
         rows = distributed.own_rows(accelerator, len(heldout))
         queries = heldout[rows].to(device)
         columns = heldout.columns(rows)
-        # Update u uses the random numbers with index u; evaluations those with index num_updates.
+        # Update u uses random numbers with index u; evaluations, those with index num_updates.
         uniform = random_numbers(args.seed, num_updates, device, task.response_length, len(heldout))
         contexts = add_affixes(queries, ids)
         with distributed.inference(accelerator, policy):
@@ -596,8 +597,7 @@ def main(args: Args) -> None:
             **components,
         }
         run.log_samples(update, samples, tokenizer, ids)
-        local_metrics = rollout_metrics(rollout, components, kl_coef, ids)
-        metrics = mean_over_processes(local_metrics, device)
+        metrics = mean_over_processes(rollout_metrics(rollout, components, kl_coef, ids), device)
         return {"eval/" + name.removeprefix("objective/"): x for name, x in metrics.items()}
 
     for update in range(start, num_updates):
@@ -626,13 +626,14 @@ def main(args: Args) -> None:
         # 4. For each epoch and minibatch, compute advantages and take one Adam step.
         timer.start("optimize")
         stats: dict[str, Any] = defaultdict(float)  # means over the steps, detached
-        rng = np.random.default_rng([seed, update, 2])  # 2: another stream than `query_rows` has
+        rng = np.random.default_rng([seed, update, 2])  # 2: not the stream of `query_rows`
         for epoch in range(args.num_ppo_epochs):
             order = epoch_order(epoch, local_batch_size, rng)
             for minibatch_rows in torch.as_tensor(order, device=device).split(minibatch_size):
                 minibatch = rollout.select(minibatch_rows)
                 advantages, returns = compute_advantages(minibatch, args)
-                num_tokens = all_sum(minibatch.mask.sum()) / processes  # mean over processes
+                # A mean over processes, as `average_gradients` takes it:
+                num_tokens = all_sum(minibatch.mask.sum()) / processes
                 count = count_micro_batches(minibatch.lengths, args.micro_batch_tokens)
                 for part in micro_batches(minibatch.lengths, count):
                     old = minibatch.select(part)

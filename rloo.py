@@ -20,7 +20,7 @@ One update (numbered as in `main`):
 A whole response is one action; there is no value function. With one epoch and one minibatch, as
 for most tasks, the gradient is REINFORCE's. With more steps, the ratio of each whole response is
 clipped, as PPO clips the ratio of each token. Adaptive KL and Adam are as in ppo.py. Flags and
-metrics keep ppo.py's names (`num_ppo_epochs`, `ppo/...`), as published RLOO curves do.
+metrics keep ppo.py's names (`num_ppo_epochs`, `ppo/...`), which published RLOO curves use, too.
 
 In OpenAI's 2019 tasks, all R tokens of a response are trained on, but the reward model sees only
 those up to the truncate token, such as a period. In EOS tasks (`eos_task`) the truncate token is
@@ -28,13 +28,13 @@ EOS and ends the response: what follows is masked out.
 
 Shapes: P queries, K responses to each, B sequences (P * K in a process's batch), Q query tokens, C
 context tokens (prefix + query + suffix), R response tokens, T = C + R, N real response tokens, V
-vocabulary size, D hidden size. Masks are True at real tokens. Tags such as (L3) stand where
-docs/details.md says more than the comment.
+vocabulary size, D hidden size. Masks are True at real tokens. Tags such as (L3) refer to
+docs/details.md, which says more.
 machinery/ has model loading, multiple processes, output files, and faster equivalents of the model
 calls; utils.py has small helpers.
 """
 
-import machinery  # noqa: F401  # before torch: it sets how torch's idle CPU threads wait
+import machinery  # noqa: F401  # before torch: sets how torch's idle CPU threads wait
 
 import math
 from collections import defaultdict
@@ -187,11 +187,11 @@ class Policy(nn.Module):
 def sample(lm: Any, contexts: Tensor, uniform: Tensor, ids: TokenIds, args: Args) -> Tensor:
     """Sample R tokens after each context: [B, C], random numbers [R, B] → [B, R].
 
-    From the full vocabulary, ignoring generation_config: `sample_token` inverts the CDF at numbers
-    in [0, 1). In EOS tasks, responses that have ended leave the batch every 16 tokens;
-    `score_responses` removes what was sampled after the end.
+    Samples from the full vocabulary and ignores generation_config: `sample_token` inverts the CDF
+    at the numbers in [0, 1). In EOS tasks, every 16 tokens, responses that have ended are dropped
+    from the batch; `score_responses` removes what was sampled after the end.
     """
-    # `DecodingBatch` calls the language model and manages its cache of keys and values. Plainly:
+    # `DecodingBatch` calls the language model and manages its cache of keys and values. Without it:
     #
     #     mask = contexts != ids.pad
     #     inputs, cache = contexts.masked_fill(~mask, 0), None
@@ -226,7 +226,7 @@ def sample_in_batches(
     """Sample in batches of contexts of similar length: [B, C], [R, B] → [B, R]."""
     responses = contexts.new_empty(uniform.T.shape)
     context_lengths = (contexts != ids.pad).sum(dim=1)
-    order = context_lengths.argsort(stable=True)  # `DecodingBatch` drops common padding
+    order = context_lengths.argsort(stable=True)  # `DecodingBatch` drops shared padding
     for rows in order.split(args.rollout_batch_size):
         responses[rows] = sample(lm, contexts[rows], uniform[:, rows], ids, args)
     return responses
@@ -242,7 +242,7 @@ def score_responses(
 
     Truncate tokens before position `ids.truncate_after` do not count. A response without one that
     counts is unfinished: it is not cut, and `unfinished_score` replaces its score. `columns` are
-    the data set's, for a --reward_fn.
+    the data set's, for a --reward_fn (see `main`).
     Returns scores [B], cut responses [B, R], which of them are finished [B] (all, if the task has
     no truncate token), and other numbers to log: {metric: [B]}.
     """
@@ -362,8 +362,8 @@ def make_rollout(
 def epoch_order(epoch: int, size: int, rng: np.random.Generator, k: int) -> np.ndarray:
     """The order [size] in which an epoch goes through the batch (P7).
 
-    The first epoch keeps the batch's order, which is random already, and on which
-    `compute_logprobs` relies. The k responses to a query stay side by side: a micro-batch computes
+    The first epoch keeps the batch's order, which is already random; `compute_logprobs` relies on
+    this. The k responses to a query stay side by side: a micro-batch computes
     the query once.
     """
     order = np.arange(size)
@@ -400,7 +400,7 @@ def rloo_loss(
 
     log_ratio = (logprobs - old.logprobs).sum(dim=1)  # [B], over tokens; 0 at padding
     # Without the clamp, exp can overflow; where `max` picks the clipped loss, the backward pass
-    # would then compute 0 * inf = NaN. At 40, the square of the ratio is finite, too.
+    # would then compute 0 * inf = NaN. At 40, the square of the ratio, a metric, is finite, too.
     ratio = log_ratio.clamp(max=40).exp()
     clipped_ratio = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_losses = -advantages * ratio
@@ -472,16 +472,16 @@ def main(args: Args) -> None:
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
 
     # table[rows] → queries [B, Q]; table.columns(rows) → {name: B values} of the data set;
-    # reward(queries, responses, columns) → scores [B] and other numbers to log, {metric: [B]}, such
-    # as the true score by `gold_fn`. Scores are those of the reward model or of --reward_fn, a
-    # Python function in its place (a task's flag).
-    tokenizer, ids = load_tokenizer(task, task.response_length)  # ids: pad, ends, affixes
+    # reward(queries, responses, columns) → scores [B] and other numbers to log: {metric: [B]}, such
+    # as "objective/gold_score". Scores come from the reward model, normalized by train_reward.py,
+    # or from --reward_fn, a Python function in its place.
+    tokenizer, ids = load_tokenizer(task, task.response_length)  # pad, truncate tokens, affixes
     heldout, table = load_queries(task, tokenizer, ids).hold_out(args.eval_queries)
     reward = load_reward(args, tokenizer, ids, accelerator)
 
     # `load_lm` checks that a model can read C + R tokens, and that the reference has the same
-    # tokenizer. `prepare` and `freeze` move a model to the device and set its precision. It remains
-    # the same object (no DDP wrapper; FSDP2 shards it in place), so `lm` is the policy's.
+    # tokenizer. `prepare` and `freeze` move a model to the device and set its precision. A model
+    # stays the same object (no DDP wrapper; FSDP2 shards it in place): `lm` is still the policy's.
     lm = load_lm(task.base_model, length=ids.total_length)  # no dropout (P4)
     policy = Policy(lm, ids.pad, task.temperature)
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
@@ -498,12 +498,12 @@ def main(args: Args) -> None:
     minibatch_size = local_batch_size // args.num_minibatches
     num_steps = args.num_ppo_epochs * args.num_minibatches  # Adam steps per update
     num_updates = math.ceil(args.total_episodes / args.batch_size)
-    cli.say(f"{len(table)} queries to learn, {len(heldout)} held out, {num_updates} updates")
+    cli.say(f"{len(table)} training queries, {len(heldout)} held out, {num_updates} updates")
     timer = Timer(device)
     shown = ["objective/scores", "objective/kl", "objective/kl_coef", "objective/rlhf_reward"]
     if task.gold_fn:
         shown.append("objective/gold_score")
-    run = Run(args, num_updates, shown, accelerator)  # shows these in the terminal and curves.png
+    run = Run(args, num_updates, shown, accelerator)  # these in the terminal and in curves.png
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
@@ -512,7 +512,7 @@ def main(args: Args) -> None:
         rows = distributed.own_rows(accelerator, len(heldout))
         queries = heldout[rows].to(device)
         columns = heldout.columns(rows)
-        # Update u uses the random numbers with index u; evaluations those with index num_updates.
+        # Update u uses random numbers with index u; evaluations, those with index num_updates.
         uniform = random_numbers(args.seed, num_updates, device, task.response_length, len(heldout))
         contexts = add_affixes(queries, ids)
         with distributed.inference(accelerator, policy):
@@ -530,8 +530,7 @@ def main(args: Args) -> None:
             **components,
         }
         run.log_samples(update, samples, tokenizer, ids)
-        local_metrics = rollout_metrics(rollout, components, kl_coef, ids)
-        metrics = mean_over_processes(local_metrics, device)
+        metrics = mean_over_processes(rollout_metrics(rollout, components, kl_coef, ids), device)
         return {"eval/" + name.removeprefix("objective/"): x for name, x in metrics.items()}
 
     for update in range(start, num_updates):
@@ -564,7 +563,7 @@ def main(args: Args) -> None:
 
         # 5. For each epoch and minibatch, take one Adam step.
         stats: dict[str, Any] = defaultdict(float)  # means over the steps, detached
-        rng = np.random.default_rng([seed, update, 2])  # 2: another stream than `query_rows` has
+        rng = np.random.default_rng([seed, update, 2])  # 2: not the stream of `query_rows`
         for epoch in range(args.num_ppo_epochs):
             order = epoch_order(epoch, local_batch_size, rng, args.rloo_k)
             for minibatch_rows in torch.as_tensor(order, device=device).split(minibatch_size):

@@ -1,12 +1,12 @@
 """Supervised fine-tuning in one file: the policy that PPO and RLOO start from.
 
-    python sft.py --task synthetic                    # from random weights; others fine-tune
+    python sft.py --task synthetic            # from random weights; other tasks fine-tune a model
     accelerate launch sft.py --task sentiment
 
 If the task has reference responses (`response_column`), the loss covers only them. In EOS tasks
 (`eos_task`) this includes the end token that is added to each. Otherwise texts are joined by spaces
-into blocks of equal length. Each block begins with the start of a text, as ppo.py's queries do, and
-the rest of its last text is dropped.
+into blocks of equal length. Each block begins with the start of a text, as ppo.py's queries do;
+what does not fit of its last text is dropped.
 
 Shapes: B sequences, T tokens per sequence, N target tokens, V vocabulary size, D hidden size. The
 loss covers columns `first` to T - 1: all but the first of a block, or those of the responses.
@@ -14,7 +14,7 @@ Prompts are padded on the left, responses on the right. Masks are True at real t
 (P4) are rows of docs/details.md.
 """
 
-import machinery  # noqa: F401  # before torch: it sets how torch's idle CPU threads wait
+import machinery  # noqa: F401  # before torch: sets how torch's idle CPU threads wait
 
 import math
 from typing import Annotated, Any
@@ -52,7 +52,7 @@ class Args(cli.RunArgs):
     eval_every: PositiveInt = 200
     """steps between evaluations on held-out sequences"""
     num_heldout: PositiveInt | None = None
-    """sequences held out for perplexity (256, or a tenth if that is less)"""
+    """sequences held out for perplexity (256, or a tenth if that is fewer)"""
 
     # Optimization
     batch_size: PositiveInt = 32
@@ -166,7 +166,7 @@ def check(args: Args, processes: int) -> None:
 def load_table(args: Args, tokenizer: Any, ids: TokenIds) -> tuple[Any, int]:
     """All sequences [num, T], and the first column that the loss covers."""
     task = args.task
-    if task.response_column:
+    if task.response_column:  # prefix, query, suffix, response, its end; cut if too long
         table = load_responses(task, tokenizer, ids)
         return table, table.length - task.response_length
     longest = max(args.block_size, args.block_size // 4 + task.response_length)
@@ -185,12 +185,12 @@ def main(args: Args) -> None:
     tokenizer, ids = load_tokenizer(task, task.response_length)
     table, first = load_table(args, tokenizer, ids)
     num_heldout = args.num_heldout or min(256, math.ceil(len(table) / 10))
-    # The table is shuffled. Its first rows are held out; duplicates of them are not learned.
+    # The table is shuffled. Its first rows are held out; duplicates of them are left out.
     heldout_table, table = table.hold_out(num_heldout, needed=args.batch_size)
     heldout = heldout_table[:].to(device)
 
     torch.manual_seed(args.seed)
-    longest = max(ids.total_length, table.length)  # of samples, of training
+    longest = max(ids.total_length, table.length)  # in ppo.py, here
     lm = load_lm(task.base_model, allow_random=True, length=longest)  # no dropout (P4)
     model = LanguageModel(lm, ids.pad)
     optimizer = torch.optim.AdamW(
@@ -200,15 +200,14 @@ def main(args: Args) -> None:
         weight_decay=args.weight_decay,
         fused=True,
     )
-    model, optimizer = distributed.prepare(
-        accelerator, model, optimizer, args
-    )  # no DDP: `lm` stays inside
+    # Not wrapped in DDP: `lm` is still the module that is trained.
+    model, optimizer = distributed.prepare(accelerator, model, optimizer, args)
 
     steps_per_epoch = len(table) // args.batch_size
     num_steps = args.num_epochs * steps_per_epoch
     unused = len(table) % args.batch_size
-    sizes = f"{len(table)} sequences to learn, {num_heldout} held out, {num_steps} steps"
-    cli.say(f"{sizes}; {unused} are skipped in each epoch")
+    sizes = f"{len(table)} training sequences, {num_heldout} held out, {num_steps} steps"
+    cli.say(f"{sizes}; {unused} are skipped per epoch")
     timer = Timer(device)
     shown = ["loss", "heldout/loss", "heldout/perplexity", "lr"]
     run = Run(args, num_steps, shown, accelerator)  # shows these in the terminal and curves.png
@@ -223,7 +222,8 @@ def main(args: Args) -> None:
         rows = order[batch * args.batch_size : (batch + 1) * args.batch_size]
         tokens = table[rows[accelerator.process_index :: processes]].to(device)  # [B, T]
         mask = tokens != ids.pad
-        num_tokens = all_sum(mask[:, first:].sum()) / processes  # mean over processes
+        # A mean over processes, as `average_gradients` takes it:
+        num_tokens = all_sum(mask[:, first:].sum()) / processes
         total = torch.zeros((), device=device)
         lengths = mask.sum(dim=1)
         for part in micro_batches(lengths, count_micro_batches(lengths, args.micro_batch_tokens)):
@@ -258,7 +258,8 @@ def main(args: Args) -> None:
     )
 
 
-# The defaults above are for sentiment, descriptiveness and gsm8k. Overrides for the other tasks:
+# The defaults above are for sentiment, descriptiveness and gsm8k. Overrides for the other tasks;
+# also the model to begin with, where a task's base_model is what this script makes:
 BLOCKS = dict(batch_size=16, block_size=512)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": dict(

@@ -5,7 +5,8 @@ Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences, arXiv 1
     python train_reward.py --task synthetic     # after sft.py --task synthetic
     accelerate launch train_reward.py --task sentiment
 
-A language model with a scalar head scores a response to a query. It is trained for one epoch with
+A language model with a scalar head scores a response to a query. It begins as the initial policy,
+--base_model: what sft.py made, or pretrained GPT-2 for sentiment. It is trained for one epoch with
 softmax cross-entropy over the K responses to a query; the target is the one that a human preferred.
 Before and after training, gain and bias are set so that rewards of policy samples have mean 0 and
 standard deviation 1.
@@ -15,7 +16,7 @@ R tokens of query and response, T = Q + R, S samples. Masks are True at real tok
 (R1) are rows of docs/details.md.
 """
 
-import machinery  # noqa: F401  # before torch: it sets how torch's idle CPU threads wait
+import machinery  # noqa: F401  # before torch: sets how torch's idle CPU threads wait
 
 import json
 import math
@@ -39,7 +40,7 @@ from machinery.decoding import generate
 from machinery.labels import Labels, load_labels
 from machinery.models import ScalarHead, load_lm, new_backbone, reads_weights
 from machinery.queries import load_queries
-from machinery.rewards import OTHERS, Reward, check_reward_model
+from machinery.rewards import USE_OTHERS, Reward, check_reward_model
 from machinery.runs import Run, check_run
 from machinery.sources import find_model
 from machinery.tokens import load_config, load_tokenizer
@@ -84,10 +85,10 @@ class Args(cli.RunArgs):
 
 
 class RewardConfig(transformers.PretrainedConfig):
-    """The transformer's configuration, the pad id, and the tokens that texts have to begin with.
+    """The transformer's configuration, the pad id, and the tokens that every text must begin with.
 
-    `begin` is None, or BOS if tools/convert_reward.py made it. `check_reward_model` compares it
-    with what the queries of a task begin with; nothing is added to a text.
+    `begin` is None, or BOS for a model written by tools/convert_reward.py. `check_reward_model`
+    compares it with what the queries of a task begin with; nothing is added to a text.
     """
 
     model_type = "scalar_reward"
@@ -120,8 +121,7 @@ class RewardModel(nn.Module):
         self.config = config
         self.backbone = new_backbone(config.backbone) if backbone is None else backbone
         self.head = ScalarHead(config.backbone)
-        std = 1 / math.sqrt(self.head.in_features + 1)
-        nn.init.normal_(self.head.weight, std=std)  # (R2)
+        nn.init.normal_(self.head.weight, std=1 / math.sqrt(self.head.in_features + 1))  # (R2)
         nn.init.zeros_(self.head.bias)
         self.gain = nn.Parameter(torch.ones(1))
         self.bias = nn.Parameter(torch.zeros(1))
@@ -133,7 +133,7 @@ class RewardModel(nn.Module):
         """
         mask = tokens != self.config.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # number of real tokens before each
-        # At real tokens, equals backbone(input_ids, mask, position_ids).last_hidden_state:
+        # At real tokens this equals backbone(input_ids, mask, position_ids).last_hidden_state:
         input_ids = tokens.masked_fill(~mask, 0)  # the pad id has no embedding
         hidden = compute_hidden(self.backbone, input_ids, mask, position_ids, prompt_length)
         rewards = self.head(hidden).squeeze(-1)  # [B, T]
@@ -142,8 +142,7 @@ class RewardModel(nn.Module):
     def forward(self, tokens: Tensor, prompt_length: int = 0) -> Tensor:
         """The reward at the last token that is not padding: [B, T] → [B]."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        is_pad = tokens == self.config.pad_id
-        last = torch.where(is_pad, 0, positions).amax(dim=1)
+        last = (positions * (tokens != self.config.pad_id)).amax(dim=1)
         rewards = self.token_rewards(tokens, prompt_length)
         return rewards.gather(1, last[:, None]).squeeze(1)
 
@@ -164,7 +163,7 @@ class RewardModel(nn.Module):
         found, _ = RewardConfig.get_config_dict(folder)
         if found.get("model_type") != RewardConfig.model_type:
             kind = found.get("architectures")
-            raise cli.InputError(f"is {kind}, not a reward model of train_reward.py: {OTHERS}")
+            raise cli.InputError(f"is {kind}, not a reward model of train_reward.py: {USE_OTHERS}")
         with no_init_weights():
             model = cls(RewardConfig.from_pretrained(folder))
         if reads_weights():  # under FSDP2, only the first process does
@@ -182,7 +181,7 @@ class RewardModel(nn.Module):
 def new_reward_model(name: str, pad_id: int, length: int = 0) -> RewardModel:
     """A reward model with a language model's transformer and a new head.
 
-    Raises `InputError` if it cannot read texts of `length` tokens.
+    Raises `InputError` if its context window is shorter than `length` tokens.
     """
     lm = load_lm(name, length=length)
     return RewardModel(RewardConfig(lm.config, pad_id), lm.base_model)
@@ -215,8 +214,8 @@ def sample_policy(
 ) -> list[Tensor]:
     """Sample the policy twice, to normalize before and after training (R3).
 
-    Returns two sets of queries with responses [S, T], S of each process; in EOS tasks, EOS is
-    followed by padding.
+    Returns two tensors [S, T] of queries followed by responses, with S samples per process; in EOS
+    tasks everything after EOS is padding.
     """
     task = args.task
     batch_size = args.rollout_batch_size // accelerator.num_processes
@@ -224,16 +223,14 @@ def sample_policy(
     table = load_queries(task, tokenizer, ids)
     name = args.policy_model or task.base_model
     flag = "--policy_model" if args.policy_model else "--base_model"
-    # Checks that the policy reads contexts and responses, and has this tokenizer.
-    lm = load_lm(name, flag, length=ids.total_length, tokenizer=tokenizer)
-    lm = distributed.freeze(accelerator, lm)
+    # Also checks that contexts with responses fit in the policy's window, and its tokenizer.
+    policy = load_lm(name, flag, length=ids.total_length, tokenizer=tokenizer)
+    lm = distributed.freeze(accelerator, policy)
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
     torch.manual_seed(seed)
-    num_samples = num_batches * args.rollout_batch_size
-    cli.say(f"sampling 2 * {num_samples} responses of {name} to normalize")
     samples = []
     for step in range(2):
-        rows = query_rows(len(table), num_batches * batch_size, seed, step)  # of a shuffle
+        rows = query_rows(len(table), num_batches * batch_size, seed, step)  # the next of a shuffle
         queries = table[rows].to(accelerator.device)
         parts = []
         for contexts in add_affixes(queries, ids).split(batch_size):
@@ -310,7 +307,7 @@ def predict(
 
 
 def accuracies(rewards: Tensor, best: Tensor) -> Tensor:
-    """1 if the preferred response has the largest of K rewards [B, K], else 0; 1/n if n tie."""
+    """[B, K] → [B]: 1 if the preferred response has the largest reward, 1/n if n tie, else 0."""
     is_largest = rewards == rewards.amax(dim=1, keepdim=True)
     correct = is_largest.gather(1, best[:, None]).squeeze(1)
     return correct / is_largest.sum(dim=1)
@@ -319,7 +316,7 @@ def accuracies(rewards: Tensor, best: Tensor) -> Tensor:
 def heldout_metrics(rewards: Tensor, best: Tensor) -> dict[str, float]:
     """Metrics of rewards [N, K] and the indices of the preferred responses [N].
 
-    The loss is of rewards that were normalized again: do not compare it with that in training.
+    Rewards have been normalized again, so the loss is not comparable with that in training.
     """
     is_best = F.one_hot(best, rewards.shape[1]).bool()
     return {
@@ -352,7 +349,8 @@ def main(args: Args) -> None:
     # response_length, temperature, eos_task and label_dataset.
     task = args.task
     tokenizer, ids = load_tokenizer(task, task.response_length)
-    labels = load_labels(task, tokenizer, ids, load_config(task.base_model))
+    config = load_config(task.base_model)  # labels that are too long for the model are skipped
+    labels = load_labels(task, tokenizer, ids, config)
     # Rows whose queries are not among the first num_labels:
     heldout = labels.held_out(args.num_labels)[: args.num_heldout]
     before, after = sample_policy(args, tokenizer, ids, accelerator)
@@ -394,9 +392,8 @@ def main(args: Args) -> None:
             losses = F.cross_entropy(rewards, best[part], reduction="none")  # [b] (R4)
             loss = losses.sum() / local_batch_size
             loss.backward()
-            correct = accuracies(rewards, best[part])  # [b]
             stats["loss"] += loss.detach()
-            stats["accuracy"] += correct.sum() / local_batch_size
+            stats["accuracy"] += accuracies(rewards, best[part]).sum() / local_batch_size
         average_gradients(model)  # over processes; nothing to do under FSDP2
         optimizer.step()
         optimizer.zero_grad()

@@ -15,21 +15,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 # --------------------------------------------------- tokens
 
 
 class TokenIds(NamedTuple):
-    """What a task says about tokens."""
+    """A task's special tokens and lengths."""
 
-    pad: int  # one past the vocabulary (G2)
-    ends: list[int]  # truncate tokens (P5); in EOS tasks, training texts end with the first one
+    pad: int  # one past the vocabulary, so that it is never a real token (G2)
+    ends: list[int]  # truncate tokens (P5); sft.py ends the responses of EOS tasks with ends[0]
     prefix: list[int]  # before each query
     suffix: list[int]  # after each query
     truncate_after: int = 0  # truncate tokens before this position of a response do not count
     total_length: int = 0  # longest context plus response
-    hidden: tuple[int, ...] = ()  # special tokens that texts are shown without: BOS, ends
+    hidden: tuple[int, ...] = ()  # special tokens that `decode` leaves out: BOS, ends
 
 
 def pad_left(sequences: list[list[int]], length: int, pad_id: int) -> Tensor:
@@ -54,21 +55,19 @@ def truncate(responses: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor]:
     """Replace everything after the first truncate token by padding: [B, R] → [B, R] (P5).
 
     Truncate tokens before position `ids.truncate_after` do not count. Also returns which responses
-    are finished [B]: they have one that counts, or the task has none.
+    are finished [B]: they have one that counts, or the task has no truncate tokens.
     """
     if not ids.ends:
         return responses, torch.ones_like(responses[:, 0], dtype=torch.bool)
     positions = torch.arange(responses.shape[1], device=responses.device)
     is_end = torch.isin(responses, torch.tensor(ids.ends, device=responses.device))
     is_end &= positions >= ids.truncate_after
-    finished = is_end.any(dim=1)
-    first_end = is_end.byte().argmax(dim=1)
-    last = torch.where(finished, first_end, len(positions) - 1)
-    return responses.masked_fill(positions > last[:, None], ids.pad), finished
+    ends_before = is_end.cumsum(dim=1) - is_end.long()  # [B, R]
+    return responses.masked_fill(ends_before > 0, ids.pad), is_end.any(dim=1)
 
 
 def decode(tokenizer: Any, tokens: Tensor, ids: TokenIds) -> list[str]:
-    """[B, T] → B texts without padding, BOS and ends; other special tokens are in them."""
+    """[B, T] → B texts without padding, BOS and ends; other special tokens stay in."""
     hidden = {ids.pad, *ids.hidden}
     rows = [[token for token in row if token not in hidden] for row in tokens.tolist()]
     return tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
@@ -77,7 +76,7 @@ def decode(tokenizer: Any, tokens: Tensor, ids: TokenIds) -> list[str]:
 def sample_token(logits: Tensor, uniform: Tensor) -> Tensor:
     """Sample from softmax(logits) by inverting its CDF: [B, V], [B] in [0, 1) → [B].
 
-    With torch.multinomial a token would depend on the other sequences of its batch.
+    With torch.multinomial, a token would depend on the other sequences in its batch.
     """
     probs = logits.float().softmax(dim=-1)
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)  # [B, V]
@@ -104,15 +103,15 @@ def query_rows(num_queries: int, size: int, seed: int, step: int) -> np.ndarray:
 @lru_cache(maxsize=2)
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     """The order of an epoch's rows. The two most recent ones are cached."""
-    rng = np.random.default_rng([seed, epoch, 1])  # 1: another stream than `main` has
+    rng = np.random.default_rng([seed, epoch, 1])  # 1: not the stream of other [seed, number]
     return rng.permutation(size)
 
 
 def count_micro_batches(lengths: Tensor, max_tokens: int) -> int:
     """How many micro-batches of about `max_tokens` tokens B sequences of these lengths need.
 
-    The maximum over processes, since under FSDP2 all have to run equally many forward passes. So
-    all processes have to call this, with equally many sequences.
+    The maximum over processes, since under FSDP2 every process must run the same number of forward
+    passes. So all processes must call this, with the same number of sequences.
     """
     needed = (lengths.sum() + max_tokens - 1) // max_tokens  # rounded up
     return min(int(all_max(needed)), len(lengths))
@@ -148,7 +147,7 @@ def num_processes() -> int:
 def all_sum(x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """All-reduce: by default, the sum over all processes."""
     if num_processes() > 1:
-        x = x.clone(memory_format=torch.contiguous_format)  # as NCCL needs it
+        x = x.clone(memory_format=torch.contiguous_format)  # NCCL needs it contiguous
         dist.all_reduce(x, op)
     return x
 
@@ -159,31 +158,24 @@ def all_max(x: Tensor) -> Tensor:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Average the gradients over all processes, with one all-reduce.
-
-    A missing gradient counts as 0; a weight without one on any process is left alone.
-    """
+    """Average the gradients over all processes, with one all-reduce; a missing one counts as 0."""
     if num_processes() == 1:
         return
     if hasattr(model, "unshard"):  # FSDP2 has already averaged them
         return
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    has_grad = torch.tensor([weight.grad is not None for weight in weights])
-    is_used = all_max(has_grad.int().to(weights[0].device)).tolist()
     grads: list[Any] = []
-    for weight, used in zip(weights, is_used, strict=True):
-        if used and weight.grad is None:
+    for weight in model.parameters():
+        if not weight.requires_grad:
+            continue
+        if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        if used:
-            grads.append(weight.grad)
+        grads.append(weight.grad)
     flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat)
     flat /= num_processes()
-    begin = 0
-    for grad in grads:
-        end = begin + grad.numel()
-        grad.copy_(flat[begin:end].view_as(grad))
-        begin = end
+    parts = flat.split([grad.numel() for grad in grads])
+    for grad, part in zip(grads, parts, strict=True):
+        grad.copy_(part.view_as(grad))
 
 
 def mean_over_processes(
@@ -192,14 +184,11 @@ def mean_over_processes(
 ) -> dict[str, float]:
     """The mean of each metric over all processes, with one all-reduce."""
     names = sorted(metrics)
-    gathered: list[Any] = [names]
-    if num_processes() > 1:
-        gathered = [None] * num_processes()
-        dist.all_gather_object(gathered, names)
+    gathered = gather_object([names])
     for others in gathered:
         if others != names:
             name = min(set(names) ^ set(others))
-            raise ValueError(f"metric {name} is not on all processes: log it on all, or none")
+            raise ValueError(f"metric {name} is not on all processes: log it on all, or on none")
     values = []
     for name in names:
         value = torch.as_tensor(metrics[name], dtype=torch.float32, device=device)
@@ -213,9 +202,10 @@ def accumulate(
     metrics: dict[str, Tensor],
     num_steps: int,
 ) -> None:
-    """Add a step's metrics, or a micro-batch's shares of them, to means over `num_steps` steps.
+    """Add a step's metrics to their means over `num_steps` steps.
 
-    Shares add up to the step's value. `stats` is a defaultdict(float); its values are detached.
+    Or a micro-batch's shares of them, which add up to the step's. `stats` is a defaultdict(float);
+    its values are detached.
     """
     for name, value in metrics.items():
         stats[name] += value.detach() / num_steps
@@ -275,11 +265,10 @@ def random_numbers(
     device: torch.device,
     *shape: int,
 ) -> Tensor:
-    """Uniform in [0, 1), in fp64, for one step; independent of those of other steps and seeds."""
+    """Uniform in [0, 1), in fp64, for one step; independent across steps and seeds."""
     sequence = np.random.SeedSequence([seed, step])
     state = sequence.generate_state(1, np.uint64)[0]
-    rng = torch.Generator(device)
-    rng.manual_seed(int(state >> np.uint64(1)))  # 63 bits: fits a signed seed
+    rng = torch.Generator(device).manual_seed(int(state) >> 1)  # 63 bits: fits a signed seed
     return torch.rand(shape, generator=rng, device=device, dtype=torch.float64)
 
 
@@ -293,7 +282,7 @@ class Timer:
         self.seconds: dict[str, float] = {}
 
     def start(self, phase: str | None) -> None:
-        """Begin a phase, or none. If a phase occurs twice, only its latest duration is kept."""
+        """Begin a phase; None only ends the current one. A phase's latest duration is kept."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()  # wait for queued kernels
         now = time.perf_counter()

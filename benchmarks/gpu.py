@@ -130,7 +130,8 @@ def make_queries(work: speed.Work, group: int) -> queries.TokenTable:
     ends = np.array([0, *lengths]).cumsum().astype(np.int32)
     column = pyarrow.ListArray.from_arrays(ends, rng.integers(1, words, ends[-1]))
     rows = datasets.table.InMemoryTable(pyarrow.table({"tokens": column}))
-    table: Any = queries.TokenTable(*[datasets.Dataset(rows)] * 2, work.query_length, words)
+    data = datasets.Dataset(rows)
+    table: Any = queries.TokenTable(data, data, np.zeros(len(data)), work.query_length, words)
     split = np.split(np.arange(len(lengths)), [1])  # it would take long to look for duplicates
     table.hold_out = lambda n: [table.select(part) for part in split]
     return table

@@ -1,11 +1,15 @@
 """A long run that is killed again and again: does anything grow, and what does the policy become?
 
-    python benchmarks/long_run.py ppo.py --task synthetic --total_episodes 256000 --run_name long_ppo
+    python benchmarks/long_run.py ppo.py --task synthetic --total_episodes 256000 --run_name ppo
+    python benchmarks/long_run.py rloo.py --task synthetic --total_episodes 128000 --run_name rloo
+    python benchmarks/long_run.py ppo.py --task synthetic --total_episodes 128000 --run_name no_kl \
+        --kl_coef 0 --kl_target None
+    python benchmarks/long_run.py plot ppo rloo no_kl    # results/long_run.csv and .png
 
 Starts the command with `--resume auto`, kills it (SIGKILL) at five random instants, starts it again
-and lets it end. Writes results/<run name>.csv: a row per hundredth of the run with the update, the
-start that made it, resident megabytes, seconds per update, KL, its coefficient, score and true
-score, and the megabytes of the run's metrics, samples and events.
+and lets it end. If this script is ended, too, the same command continues. Writes runs/<run name>.csv: a row for each of the first ten updates and for each
+hundredth of the run, with the start that made it, resident megabytes, wall and CPU seconds per
+update, KL, its coefficient, score and true score, and the megabytes of the run's files.
 """
 
 import csv
@@ -33,6 +37,12 @@ def resident_megabytes(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / MEGABYTE
 
 
+def cpu_seconds(pid: int) -> float:
+    """User and system seconds of a process and its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def last_row(path: Path) -> dict:
     """The last whole line of a file of metrics; {} if there is none."""
     if not path.exists():
@@ -52,12 +62,13 @@ def main(command: list[str]) -> None:
     folder = ROOT / "runs" / name
     rng = random.Random(name)
     kills = sorted(rng.random() for _ in range(KILLS))
-    rows: list[dict] = []
+    table = ROOT / f"runs/{name}.csv"
+    rows = read(table) if table.exists() else []
     seen = -1
-    starts = 0
+    starts = rows[-1]["start"] if rows else 0
     process = None
     since = time.time()
-    out = ROOT / "benchmarks/results" / f"{name}.csv"
+    used = (0, 0, 0.0)  # start, update and CPU seconds of the last row
     while process is None or process.poll() is None:
         if process is None:
             starts += 1
@@ -80,6 +91,10 @@ def main(command: list[str]) -> None:
             row = {"update": seen, "start": starts, "minutes": round((time.time() - since) / 60, 1)}
             row["resident_mb"] = round(resident_megabytes(process.pid))
             row["update_seconds"] = round(update_seconds, 2)
+            cpu = cpu_seconds(process.pid)
+            if used[0] == starts:
+                row["cpu_seconds"] = round((cpu - used[2]) / (seen - used[1]), 2)
+            used = (starts, seen, cpu)
             for column, key in COLUMNS.items():
                 row[column] = round(metrics[key], 3)
             row["metrics_mb"] = round(size(folder, "metrics.jsonl"), 2)
@@ -87,12 +102,10 @@ def main(command: list[str]) -> None:
             row["events_mb"] = round(size(folder, "**/events*"), 2)
             row["checkpoints_mb"] = round(size(folder, "**/*.safetensors"), 1)
             rows.append(row)
-            with out.open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(row))
-                writer.writeheader()
-                writer.writerows(rows)
-        if kills and seen >= kills[0] * total:
-            kills.pop(0)
+            write(rows, table)
+        due = [kill for kill in kills if kill * total <= seen]
+        if due:
+            kills = kills[len(due) :]
             time.sleep(rng.random() * update_seconds)
             process.kill()
             process.wait()
@@ -100,5 +113,49 @@ def main(command: list[str]) -> None:
     sys.exit(process.returncode)
 
 
+def write(rows: list[dict], path: Path) -> None:
+    columns = dict.fromkeys(name for row in rows for name in row)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read(path: Path) -> list[dict]:
+    with path.open(newline="") as file:
+        rows: list[dict] = list(csv.DictReader(file))
+    for row in rows:
+        for name, value in row.items():
+            row[name] = float(value) if "." in value else int(value or 0)
+    return rows
+
+
+def plot(names: list[str]) -> None:
+    """Join the tables of these runs; draw what has to be flat, and what is learned."""
+    from matplotlib.figure import Figure
+
+    tables: dict[str, list[dict]] = {}
+    for name in names:
+        tables[name] = [{"run": name, **row} for row in read(ROOT / f"runs/{name}.csv")]
+    out = ROOT / "benchmarks/results/long_run"
+    write(sum(tables.values(), []), out.with_suffix(".csv"))
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    panels = ("resident_mb", "cpu_seconds", "kl", "kl_coef", "score", "true_score")
+    for axis, column in zip(figure.subplots(2, 3).flat, panels, strict=True):
+        for name, rows in tables.items():
+            points = [(row["update"], row[column]) for row in rows if row.get(column)]
+            axis.plot(*zip(*points, strict=True), label=name)
+        axis.set_title(column)
+        axis.grid(alpha=0.3)
+        if column in ("resident_mb", "cpu_seconds"):
+            axis.set_ylim(bottom=0)
+    figure.supxlabel("update")
+    figure.axes[0].legend()
+    figure.savefig(out.with_suffix(".png"), dpi=110)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1] == "plot":
+        plot(sys.argv[2:])
+    else:
+        main(sys.argv[1:])

@@ -73,9 +73,9 @@ class LMWithScalar(nn.Module):
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T], padding anywhere → logits [B, T, V] and scalars [B, T]."""
         mask = tokens != self.pad_id
-        position_ids = mask.cumsum(dim=1) - mask.long()  # padding shifts no position
+        position_ids = mask.cumsum(dim=1) - mask.long()  # padding does not shift positions
         out = self.lm(
-            input_ids=tokens.masked_fill(~mask, 0),
+            input_ids=tokens.masked_fill(~mask, 0),  # the pad id has no embedding
             attention_mask=mask,
             position_ids=position_ids,
             use_cache=False,
@@ -85,7 +85,7 @@ class LMWithScalar(nn.Module):
 
 
 def load_reward(folder: str, pad_id: int) -> LMWithScalar:
-    """train_reward.py's model: its scalar is gain * r + bias. The language model's head is unused."""
+    """train_reward.py's model: its scalar is gain * r + bias. The LM's head is unused."""
     config = json.loads(Path(folder, "config.json").read_text())["backbone"]
     weights = load_file(f"{folder}/model.safetensors")
     gain, bias = weights.pop("gain"), weights.pop("bias")
@@ -139,10 +139,10 @@ class Episodes(NamedTuple):
 
 @torch.no_grad()
 def sample(policy: LMWithScalar, queries: Tensor, end: int | None, args: Args) -> Tensor:
-    """[B, Q] → responses [B, R] from the full vocabulary; after `end` comes anything."""
+    """[B, Q] → responses [B, R] from the full vocabulary; tokens after `end` are arbitrary."""
     task = args.task
     mask = queries != policy.pad_id
-    policy.lm.generation_config.eos_token_id = None  # exactly R tokens
+    policy.lm.generation_config.eos_token_id = None  # else `generate` takes it where ours is None
     config = GenerationConfig(do_sample=True, temperature=task.temperature, top_k=0, top_p=1.0)
     config.max_new_tokens, config.pad_token_id = task.response_length, 0
     config.eos_token_id = end if task.eos_task else None
@@ -160,8 +160,8 @@ def sample(policy: LMWithScalar, queries: Tensor, end: int | None, args: Args) -
 def score(
     reward: LMWithScalar, queries: Tensor, responses: Tensor, end: int | None, args: Args
 ) -> tuple[Tensor, Tensor]:
-    """Rewards [B] of responses up to their first `end`, a fixed score if there is none; and the
-    responses that were read [B, R]."""
+    """Scores [B] of responses up to their first `end` (a fixed one if they have none), and the
+    responses as the reward model reads them [B, R]."""
     cut = responses.clone()
     ended = torch.ones(len(responses), dtype=torch.bool)
     if end is not None:
@@ -208,7 +208,7 @@ def rollout(
     """Steps 2 and 3 for queries [B, Q] and sampled responses [B, R]."""
     scores, cut = score(reward, queries, responses, end, args)
     if args.task.eos_task:
-        responses = cut  # train on nothing after the end
+        responses = cut  # do not train on what follows the end; in other tasks on all R tokens
     tokens, mask = torch.cat([queries, responses], dim=1), responses != policy.pad_id
     logprobs, ref_logprobs, values = (torch.empty(responses.shape) for _ in range(3))
     for rows in torch.arange(len(tokens)).split(args.micro_batch):
@@ -297,9 +297,10 @@ def main(args: Args) -> None:
     rng = np.random.default_rng(args.seed)
     folder = Path(f"runs/plain_ppo_{args.seed}")
     folder.mkdir(parents=True)
-    tokenizer, ids = load_tokenizer(args.task, args.task.response_length)
-    table = load_queries(args.task, tokenizer, ids)  # table[rows] → queries [B, Q]
-    num_heldout, (end,) = 256, ids.ends  # ppo.py evaluates on the first rows
+    tokenizer, ids = load_tokenizer(args.task, args.task.response_length)  # ids: see utils.py
+    table = load_queries(args.task, tokenizer, ids)  # table[rows] → [B, Q]; no affixes here
+    (end,) = ids.ends
+    num_heldout = 256  # ppo.py evaluates on the first rows
 
     base = AutoModelForCausalLM.from_pretrained
     policy = LMWithScalar(base(args.task.base_model), ids.pad).eval()  # without dropout

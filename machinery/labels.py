@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from data.tasks import Task
 from machinery import tokens
 from machinery.cli import InputError, about, say
-from machinery.queries import say_texts, tokenize_queries
-from machinery.sources import Rows, check_texts, convert_command, find_model, is_text, load_rows
+from machinery.queries import count_texts, say_counts, tokenize_queries
+from machinery.sources import Rows, convert_command, find_model, load_rows
 from utils import TokenIds, pad_left
 
 FLAG = "--label_dataset"
@@ -86,7 +86,8 @@ def load_labels(task: Task, tokenizer: Any, ids: TokenIds, config: Any = None) -
             columns = ["query", "sample0", "sample1"]
             while (name := f"sample{len(columns) - 1}") in names:
                 columns.append(name)
-            read = read_texts if is_text(rows, "query") else read_ids
+            kind = getattr(rows.features["query"], "dtype", None)
+            read = read_texts if kind in ("string", "large_string") else read_ids
             found = read(rows.select_columns(columns), columns, task, tokenizer, ids)
             best = rows["best"][:]
         else:
@@ -161,11 +162,10 @@ def read_texts(
     Prompts of pairs are cleaned and cut as queries are, and answers get their end (R4). Texts of
     `query` and `sample0`, `sample1`, … were read and written by a policy: they stay as they are.
     """
-    source = str(task.label_dataset)
-    for name in columns:
-        check_texts(rows, name, source, np.arange(len(rows)))
-    say_texts(rows, FLAG, columns[0], columns[1:], tokenizer)
-    prompts, *answers = rows.select_columns(columns)[:].values()
+    texts = rows.select_columns(columns)[:]
+    odd = count_texts(texts, range(len(rows)), columns, str(task.label_dataset), tokenizer)
+    say_counts(odd, f"{FLAG}, {len(rows)} rows", columns[0], tokenizer)
+    prompts, *answers = texts.values()
     stop, ends = task.truncate_token, ids.ends
     if columns == PAIR:
         check_repeated(prompts, *answers)
@@ -181,10 +181,6 @@ def read_texts(
     columns_of_ids: list[list[Any]] = [queries]
     for texts in answers:
         columns_of_ids.append(tokens.encode_answers(contexts, texts, tokenizer, stop, ends))
-    for texts, column in zip([prompts, *answers], columns_of_ids, strict=True):
-        for i, text in enumerate(texts):
-            if text is None:
-                column[i] = None
     return list(map(list, zip(*columns_of_ids, strict=True)))
 
 

@@ -3,7 +3,9 @@
 Shapes: `B` sequences of `T` tokens, `Q` query tokens. Tags such as (P3): docs/details.md.
 """
 
+import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +22,7 @@ from data.tasks import DATA, Task
 from machinery import tokens
 from machinery.cli import InputError, about, say
 from machinery.rewards import check_columns
-from machinery.sources import Rows, convert_command, load_function, load_rows, text_column
+from machinery.sources import MESSAGES, Rows, convert_command, load_function, load_rows
 from utils import TokenIds, pad_left
 
 FLAG = "--query_dataset"
@@ -33,39 +35,51 @@ def load_queries(task: Task, tokenizer: Any, ids: TokenIds) -> "TokenTable":
     """The table of queries [N, Q] (G2), shuffled, with all columns of the data set."""
     column, length = task.query_column, task.query_length
     rows = load_rows(task.query_dataset, FLAG, task.num_queries, query_column=column)
-    say_texts(rows, FLAG, column, [], tokenizer)
-    rows = rows.select(np.random.default_rng(0).permutation(len(rows)))
+    order = np.random.default_rng(0).permutation(len(rows))
     check_columns(rows, task)
 
     def queries(batch: dict[str, list]) -> list[list[int]]:
         return tokenize_queries(batch[column], task, tokenizer)
 
-    return tokenize_rows(rows, queries, length, task, tokenizer, ids.pad, "--query_length")
+    flag = "--query_length"
+    return tokenize_rows(rows, queries, [column], length, task, tokenizer, ids.pad, flag, order)
 
 
-def say_texts(rows: Rows, flag: str, prompt: str, answers: Sequence[str], tokenizer: Any) -> None:
-    """Say how many texts are null or blank, and how many hold special tokens.
+def count_texts(
+    batch: dict[str, list], numbers: Sequence, columns: list[str], source: str, tokenizer: Any
+) -> Counter[str]:
+    """How many texts are null or blank, or hold special tokens, perhaps not meant as such.
 
-    One at the end of an answer is its end. Others were perhaps not meant as tokens.
+    The first column has prompts, others answers, whose end may be such a token. Raises `InputError`
+    for what is no text, and for JSON of messages. `numbers`: of the rows in the source.
     """
-    special = "|".join(map(re.escape, tokens.special_tokens(tokenizer).values())) or "$^"
-    found = []
-    for column in (prompt, *answers):
-        texts = text_column(rows, column)
-        pattern = special if column == prompt else rf"(?s)({special}).*\S"
-        blank = texts.filter(compute.match_substring_regex(texts, r"^\s*$"))
-        with_tokens = texts.filter(compute.match_substring_regex(texts, pattern))
-        if texts.null_count:
-            found.append(f"{texts.null_count} {column} null")
-        if len(blank):
-            found.append(f"{len(blank)} {column} blank")
-        if len(with_tokens):
-            place: Any = re.search(f"(?s).{{0,20}}({special}).{{0,20}}", with_tokens[0].as_py())
-            found.append(f"{len(with_tokens)} {column} with special tokens, as in {place[0]!r}")
-        elif column == prompt and tokenizer.chat_template:
-            found.append(f"no {column} with special tokens of the chat template")
-    if found:
-        say(f"{flag}, {len(rows)} rows: {', '.join(found)} (docs/data.md)")
+    names = tokens.special_tokens(tokenizer).values()
+    special = re.compile("|".join(map(re.escape, names)) or "$^")
+    found = Counter[str]()
+    for column in columns:
+        for number, text in zip(numbers, batch[column], strict=True):
+            if text is None:
+                found[f"{column} null"] += 1
+                continue
+            if not isinstance(text, str) or re.match(MESSAGES, text):
+                use = f"not a text; use {convert_command(source)}"
+                raise InputError(f"{column} of row {number} is {text!r:.60}, {use}")
+            text = text.rstrip()
+            token = special.search(text)
+            if not text:
+                found[f"{column} blank"] += 1
+            elif token and (column == columns[0] or token.end() < len(text)):
+                found[f"{column} with {token[0]!r}"] += 1
+    return found
+
+
+def say_counts(found: Counter[str], rows: str, prompt: str, tokenizer: Any) -> None:
+    """Say what `count_texts` has found in these rows."""
+    words = [f"{number} {what}" for what, number in found.items()]
+    if tokenizer.chat_template and not any(what.startswith(f"{prompt} with") for what in found):
+        words.append(f"no {prompt} with special tokens of the chat template")
+    if words:
+        say(f"{rows}: {', '.join(words)} (docs/data.md)")
 
 
 def tokenize_queries(texts: Sequence[Any], task: Task, tokenizer: Any) -> list[list[int]]:
@@ -157,17 +171,30 @@ def cut_query(ids: list[int], length: int, start: int | None, ends: list[bool] |
 
 
 def tokenize_rows(
-    rows: Rows, function: Callable, length: int, task: Task, tokenizer: Any, pad_id: int, flag: str
+    rows: Rows,
+    function: Callable,
+    columns: list[str],
+    length: int,
+    task: Task,
+    tokenizer: Any,
+    pad_id: int,
+    flag: str,
+    order: Any = slice(None),
 ) -> "TokenTable":
     """Map `function` (batch of rows → token lists) over rows; drop those without tokens.
 
-    One process of a machine computes and caches it; the others sleep meanwhile. It is computed again
-    if a user's own function cleans texts. `flag` limits the length.
+    It reads the texts of `columns`. One process of a machine computes and caches it; the others
+    sleep meanwhile. It is computed again if a user's own function cleans texts. `flag` limits the
+    length. The result has the rows in `order`.
     """
     number = datasets.Value("int32")
     features = datasets.Features(tokens=[number], cut=number, hash=datasets.Value("int64"))
+    odd = Counter[str]()
 
-    def encode(batch: dict[str, list]) -> dict[str, list]:
+    def encode(batch: dict[str, list], numbers: Any) -> dict[str, list]:
+        if rows._indices:  # of the source's rows, some were chosen
+            numbers = rows._indices["indices"].take(numbers).to_pylist()
+        odd.update(count_texts(batch, numbers, columns, task.query_dataset, tokenizer))
         found: dict[str, list] = {name: [] for name in features}
         for ids in function(batch):
             found["tokens"].append(ids[:length])
@@ -185,16 +212,29 @@ def tokenize_rows(
     cached = task.clean_fn is None or Path(task.clean_fn.rpartition(":")[0]) == CLEAN
     lock = filelock.FileLock(f"{path}.lock", poll_interval=0.5)
     with about(f"{FLAG} {task.query_dataset}"), lock:
-        table = rows.map(
-            encode,
-            batched=True,
-            remove_columns=rows.column_names,
-            features=features,
-            cache_file_name=str(path),
-            load_from_cache_file=cached,
-            new_fingerprint=fingerprint,
-        ).with_format(None)  # no `decode` of `read_files`
-    kept = np.flatnonzero(compute.list_value_length(table.data.column("tokens")))
+        table = (
+            rows.select_columns(columns)
+            .map(
+                encode,
+                with_indices=True,
+                batched=True,
+                remove_columns=columns,
+                features=features,
+                cache_file_name=str(path),
+                load_from_cache_file=cached,
+                new_fingerprint=fingerprint,
+            )
+            .with_format(None)
+        )  # no `decode` of `read_files`
+        counts = path.with_suffix(".json")
+        if odd:
+            counts.write_text(json.dumps(odd))
+        elif counts.exists():
+            odd.update(json.loads(counts.read_text()))
+    say_counts(odd, f"{FLAG}, {len(rows)} rows", columns[0], tokenizer)
+    lengths = np.asarray(compute.list_value_length(table.data.column("tokens")))
+    order = np.arange(len(table))[order]
+    kept = order[lengths[order] > 0]
     cut = np.asarray(table.data.column("cut"))
     if skipped := len(table) - len(kept):
         say(f"{FLAG} {task.query_dataset}: skipped {skipped} of {len(table)} rows: no tokens")
@@ -203,7 +243,8 @@ def tokenize_rows(
     if cut.any():
         say(f"{flag}: left out {cut.sum()} tokens, ends of {(cut > 0).sum()} of {len(kept)} texts")
     source = rows if len(rows) == len(table) else table  # blocks of `load_blocks` have no columns
-    return TokenTable(table, source, length, pad_id).select(kept)
+    hashes = np.asarray(table.data.column("hash"))
+    return TokenTable(table, source, hashes, length, pad_id).select(kept)
 
 
 @dataclass
@@ -211,11 +252,12 @@ class TokenTable:
     """Token sequences in a memory-mapped file that the processes of a machine share.
 
     `table[rows]` → [B, length], padded on the left (G2). `source`: the data set's rows, with all
-    columns.
+    columns. `hashes`: of the sequences, to find duplicates.
     """
 
     sequences: Rows
     source: Rows
+    hashes: np.ndarray
     length: int
     pad_id: int
 
@@ -231,12 +273,12 @@ class TokenTable:
 
     def select(self, rows: np.ndarray) -> "TokenTable":
         """A table of these rows."""
-        return replace(self, sequences=self.sequences.select(rows), source=self.source.select(rows))
+        sequences, source = self.sequences.select(rows), self.source.select(rows)
+        return replace(self, sequences=sequences, source=source, hashes=self.hashes[rows])
 
     def hold_out(self, n: int, needed: int = 1) -> tuple["TokenTable", "TokenTable"]:
         """Tables of the first `n` sequences, and without them and their duplicates."""
-        hashes = self.sequences.select_columns("hash").with_format("numpy")[:]["hash"]
-        rest = np.flatnonzero(~np.isin(hashes, hashes[:n]))
+        rest = np.flatnonzero(~np.isin(self.hashes, self.hashes[:n]))
         if len(rest) < needed:
             left = f"of {len(self)} sequences leaves {len(rest)}; training needs {needed}"
             raise InputError(f"--eval_queries (of sft.py: --num_heldout): holding out {n} {left}")
@@ -268,9 +310,9 @@ def load_blocks(task: Task, block_size: int, tokenizer: Any, ids: TokenIds) -> "
         return blocks
 
     rows = load_rows(task.query_dataset, FLAG, task.num_queries, query_column=task.query_column)
-    say_texts(rows, FLAG, task.query_column, [], tokenizer)
     flag = f"blocks of {block_size} tokens (--block_size)"
-    table = tokenize_rows(rows, to_blocks, block_size, task, tokenizer, ids.pad, flag)
+    columns = [task.query_column]
+    table = tokenize_rows(rows, to_blocks, columns, block_size, task, tokenizer, ids.pad, flag)
     return table.select(np.random.default_rng(0).permutation(len(table)))
 
 
@@ -287,12 +329,12 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> "TokenTable":
     def to_sequences(batch: dict[str, list]) -> list[list[int]]:
         prompts = tokenize_queries(batch[task.query_column], task, tokenizer)
         contexts = [ids.prefix + query[: task.query_length] + ids.suffix for query in prompts]
-        texts = batch[column]
-        responses = tokens.encode_answers(contexts, texts, tokenizer, task.truncate_token, ends)
+        answers = batch[column]
+        responses = tokens.encode_answers(contexts, answers, tokenizer, task.truncate_token, ends)
         sequences = []
         for i, query in enumerate(prompts):
             sequence: list[int] = []
-            if query and responses[i] and texts[i] is not None:
+            if query and responses[i]:
                 sequence = [ids.pad] * (width - len(contexts[i])) + contexts[i] + responses[i]
                 sequence += [ids.pad] * (length - len(sequence))
                 sequence += [ids.pad] * (len(query) - task.query_length)  # counted as cut
@@ -303,7 +345,7 @@ def load_responses(task: Task, tokenizer: Any, ids: TokenIds) -> "TokenTable":
         raise InputError(f"--response_column {column} holds the queries: see docs/data.md")
     columns = dict(query_column=task.query_column, response_column=column)
     rows = load_rows(task.query_dataset, FLAG, task.num_queries, **columns)
-    say_texts(rows, FLAG, task.query_column, [column], tokenizer)
+    names = [*columns.values()]
     flag = f"--query_length {task.query_length} or --response_length {task.response_length}"
-    table = tokenize_rows(rows, to_sequences, length, task, tokenizer, ids.pad, flag)
+    table = tokenize_rows(rows, to_sequences, names, length, task, tokenizer, ids.pad, flag)
     return table.select(np.random.default_rng(0).permutation(len(table)))

@@ -22,7 +22,7 @@ from machinery.tokens import bos, check_length, same_tokens
 from machinery.unpadding import set_unpadding
 from utils import TokenIds, all_max, decode, pad_left
 
-OTHERS = "let a --reward_fn call it, as tools/classifier.py does"
+USE_OTHERS = "let a --reward_fn call it, as tools/classifier.py does"
 GIVEN = ("queries", "responses", "prompts", "completions", "scores", "step")  # no columns
 TOTALS = {"score", "scores", "reward", "rewards", "total", "kl"}  # no parts of a score
 # Lines to paste that call other systems' functions, and one to complete:
@@ -45,10 +45,10 @@ def check_reward_model(model: Any, args: Any, tokenizer: Any) -> None:
     """
     own = transformers.AutoTokenizer.from_pretrained(find_model(args.reward_model))
     if not same_tokens(own, tokenizer):
-        raise InputError(f"its tokens differ from those of the policy: {OTHERS}")
+        raise InputError(f"its tokens differ from those of the policy: {USE_OTHERS}")
     begin = [] if args.task.query_prefix else bos(tokenizer)  # of queries
     if model.config.begin not in (None, begin):  # None: from train_reward.py
-        raise InputError(f"its texts begin with other tokens than queries, {begin}: {OTHERS}")
+        raise InputError(f"its texts begin with other tokens than queries, {begin}: {USE_OTHERS}")
     if own.chat_template and tokenizer.chat_template not in (None, own.chat_template):
         say(f"--reward_model {args.reward_model} reads the policy's chat template, not its own")
     length = args.task.query_length + args.task.response_length
@@ -78,8 +78,8 @@ class Reward:
 
     Scores come from a model, from the task's reward function, or from both: a function with the
     parameter `scores` gets the model's. One with `step` gets the number of the update. Components
-    are numbers to log, metric → [B]: the parts of the scores, if the function returns several, and
-    the true score, if the task has a `gold_fn`.
+    are numbers to log, metric → [B]: the parts of the scores, if the function returns several,
+    and the true score, if the task has a `gold_fn`.
     """
 
     def __init__(self, task: Task, tokenizer: Any, ids: TokenIds, max_tokens: int = 0):
@@ -156,7 +156,7 @@ class Reward:
 
 
 def call_reward_function(function: Callable, texts: dict, columns: dict) -> dict[str, Tensor]:
-    """Scores of texts: name → finite numbers [B] if the function returns a dict, else "" → [B]."""
+    """Finite scores of texts: name → [B] if the function returns a dict, else "" → [B]."""
     texts = dict(texts, prompts=texts["queries"], completions=texts["responses"])  # TRL's names
     names, takes_all = read_signature(function)
     if takes_all and "completions" in names:

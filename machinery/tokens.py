@@ -1,5 +1,6 @@
 """Tokenizers: the ids of a task, and of texts after other texts."""
 
+import functools
 from contextlib import suppress
 from typing import Any
 
@@ -106,6 +107,7 @@ def single_token(tokenizer: Any, text: str | None, flag: str) -> int | None:
     return ids[0]
 
 
+@functools.cache  # it looks at the whole vocabulary
 def bos(tokenizer: Any) -> list[int]:
     """What the tokenizer begins texts with: BOS as in Llama, two tokens in GLM, or nothing.
 
@@ -156,7 +158,7 @@ def encode_answers(
 ) -> list[Any]:
     """Token ids of answers after the ends of their contexts, without whitespace after `stop`.
 
-    Each ends with one of the tokens `ends`; the first one is added if it does not.
+    Each ends with one of the tokens `ends`; the first one is added if it does not. None for null.
     """
     last = [ids[-16:] for ids in contexts]
     texts = []
@@ -165,12 +167,14 @@ def encode_answers(
         cut = text.rstrip()
         texts.append(cut if stop and cut.endswith(stop) else text)
     before = tokenizer.batch_decode(last, clean_up_tokenization_spaces=False)
-    found, _, alone = encode_after(before, texts, tokenizer)
+    encoded, _, alone = encode_after(before, texts, tokenizer)
     if alone:
-        say(f"{alone} of {len(found)} answers merge with their prompts' ends: tokenized alone")
-    for ids in found:
+        say(f"{alone} of {len(encoded)} answers merge with their prompts' ends: tokenized alone")
+    found: list[Any] = []
+    for answer, ids in zip(answers, encoded, strict=True):
         if not ids or ids[-1] not in ends:
             ids += ends[:1]
+        found.append(None if answer is None else ids)
     return found
 
 

@@ -149,9 +149,9 @@ def test_R4_what_is_skipped_is_counted_by_its_reason(hers, tmp_path, capsys):
     found = load_labels(task, hers, ids_of(1000, None))
     assert lists(found.queries) == [hers.encode("So:")]
     said = capsys.readouterr().out
-    assert "skipped 5 of 6 rows" in said and "2 null, such as row 4" in said
-    assert "2 without tokens, such as row 0" in said and "1 with equal responses" in said
-    assert "6 rows: 1 prompt null, 1 prompt blank, 1 chosen null, 1 rejected blank" in said
+    assert "skipped 5 of 6 rows" in said and "1 null, such as row 4" in said
+    assert "3 without tokens, such as row 0" in said and "1 with equal responses" in said
+    assert "6 rows: 1 prompt blank, 1 prompt null, 1 chosen null, 1 rejected blank" in said
     found = load_labels(task, hers, ids_of(1000, 0))
     assert lists(found.queries) == [hers.encode("Hi:"), hers.encode("So:")]
     assert found.responses[0][1].tolist() == [0] and found.best.tolist() == [0, 0]

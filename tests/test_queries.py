@@ -214,6 +214,23 @@ def test_what_a_table_depends_on_makes_another_one(change, task, tmp_path, token
     assert change == "pad" or before != after
 
 
+def test_only_the_rows_that_are_used_are_checked(task, tmp_path):
+    """Which rows these are does not depend on what they hold. The first bad one is named."""
+    texts = [f"Anna saw {i} cats." for i in range(100)]
+    task = replace(task, query_dataset=str(tmp_path / "a.jsonl"), num_queries=10)
+    write_rows(Path(task.query_dataset), [{"text": text} for text in texts])
+    used = sorted(texts.index(text) for text in load_queries(task).columns()["text"])
+    assert len(used) == 10 and used != [*range(10)]
+    for bad in ({*range(100)} - {*used}, used[3:]):
+        rows = [{"text": '[{"role": "user"' if i in bad else x} for i, x in enumerate(texts)]
+        write_rows(Path(task.query_dataset), rows)
+        if bad == used[3:]:
+            refuses(lambda: load_queries(task), f"text of row {used[3]} is", "tools/convert.py")
+        else:
+            found = load_queries(task).columns()["text"]
+            assert sorted(map(texts.index, found)) == used
+
+
 def test_processes_wait_at_a_file_lock_for_the_table_of_the_first(task, tmp_path, tokenized):
     many = replace(task, query_dataset=write_sentences(tmp_path / "many.txt", 2500))
     with ThreadPoolExecutor() as pool:
@@ -306,23 +323,24 @@ def test_X9_sft_sequences_of_an_eos_task_are_context_response_and_one_end(eos_ta
     assert sorted(found.tolist()) == sorted(expected)
     assert (found == tokenizer.eos_token_id).sum(dim=1).sort()[0].tolist() == [0, 1, 1, 1, 1]
     said = capsys.readouterr().out
-    assert "7 rows: 1 prompt blank, 1 completion null, 1 completion blank" in said
+    assert "7 rows: 1 prompt blank, 1 completion blank, 1 completion null" in said
     assert "skipped 2 of 7 rows" in said
 
 
 def test_special_tokens_inside_of_texts_are_counted(eos_task, tmp_path, capsys):
-    """One at the end of an answer is its end."""
+    """One at the end of an answer is its end. Said again at a later start, from the cache."""
     end = "<|endoftext|>"
-    rows = [dict(prompt=f"Anna {end} saw", completion=f" it.{end}\n")]
-    rows += [
+    rows = [
+        dict(prompt=f"Anna {end} saw", completion=f" it.{end}\n"),
         dict(prompt="Ben", completion=f" saw{end} it.{end}"),
         dict(prompt="Tom", completion=""),
     ]
     task = replace(eos_task, query_dataset=write_rows(tmp_path / "a.jsonl", rows))
-    queries.load_responses(task, *tokens.load_tokenizer(task, 8))
-    said = capsys.readouterr().out
-    assert f"1 prompt with special tokens, as in 'Anna {end} saw'" in said
-    assert f"1 completion with special tokens, as in ' saw{end} it.{end}'" in said
+    for _ in range(2):
+        queries.load_responses(task, *tokens.load_tokenizer(task, 8))
+        said = capsys.readouterr().out
+        found = f"1 prompt with '{end}', 1 completion with '{end}', 1 completion blank"
+        assert f"3 rows: {found} (docs/data.md)" in said
 
 
 def blocks_by_hand(texts, tokenizer, size):
@@ -377,10 +395,11 @@ def test_a_dialogue_with_its_answer_is_no_query(load, eos_task, tmp_path):
 def test_queries_without_the_tokens_of_a_chat_template_are_said(chat, eos_task, tmp_path, capsys):
     ids = TokenIds(WORDS, 0, [], [])
     chat.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    for text, expected in (("Hi", "no prompt with"), ("<|im_start|>Hi", "1 prompt with")):
-        path = write_rows(tmp_path / f"{expected}.jsonl", [dict(prompt=text)])
+    missing = "no prompt with special tokens of the chat template"
+    for text, expected in (("Hi", missing), ("<|im_start|>Hi", "1 prompt with '<|im_start|>'")):
+        path = write_rows(tmp_path / f"{len(text)}.jsonl", [dict(prompt=text)])
         queries.load_queries(replace(eos_task, query_dataset=path), chat, ids)
-        assert f"1 rows: {expected} special tokens" in capsys.readouterr().out
+        assert f"1 rows: {expected} (docs/data.md)" in capsys.readouterr().out
 
 
 def test_sounds_are_not_decoded_and_rows_that_nothing_reads_are_counted(task, tmp_path, capsys):
@@ -416,6 +435,6 @@ def test_answers_in_the_column_of_the_prompts_are_refused(eos_task):
 def test_sft_holds_out_a_tenth_of_few_sequences(start, capsys):
     start("sft", num_heldout=None)
     out = capsys.readouterr().out
-    found = re.search(r"(\d+) sequences to learn, (\d+) held out", out)
+    found = re.search(r"(\d+) training sequences, (\d+) held out", out)
     learned, held_out = int(found[1]), int(found[2])
     assert held_out == math.ceil((learned + held_out) / 10)

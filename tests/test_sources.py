@@ -309,14 +309,3 @@ def test_the_error_names_a_utils_of_ones_own_in_the_folder_of_a_copied_script(he
     run = subprocess.run([sys.executable, "mine.py"], env=env, capture_output=True, text=True)
     last = run.stderr.splitlines()[-1]
     assert f"{here}/utils.py is imported in place of" in last and "rename it" in last
-
-
-def test_only_the_rows_that_are_used_are_checked(tmp_path):
-    """Which rows these are does not depend on what the others hold."""
-    texts = [{"text": f"Anna saw {i} cats."} for i in range(100)]
-    path = write_rows(tmp_path / "a.jsonl", texts)
-    used = {row["text"] for row in load_rows(path, "--flag", 10, query_column="text")}
-    wrong = [row if row["text"] in used else {"text": '[{"role": "user"'} for row in texts]
-    path = write_rows(tmp_path / "b.jsonl", wrong)
-    assert {row["text"] for row in load_rows(path, "--flag", 10, query_column="text")} == used
-    refuses(lambda: load_rows(path, "--flag", query_column="text"), "--query_column text", "row 0")
