@@ -113,7 +113,7 @@ def test_G4_the_plain_loop_in_the_comment_of_sample_finds_the_same_tokens():
     contexts = make_contexts([8, 2, 5], 8)
     uniform = utils.random_numbers(1, 0, contexts.device, 6, 3)
     found = tiny.sample(make_lm(), contexts, uniform)
-    comment = re.search(r"Plainly:\n +#\n((?: +#  .*\n)+)", inspect.getsource(ppo.sample))[1]
+    comment = re.search(r"Without it:\n +#\n((?: +#  .*\n)+)", inspect.getsource(ppo.sample))[1]
     code = textwrap.dedent(re.sub("^ +#", "", comment, flags=re.M))
     sampled = []
 

@@ -175,7 +175,6 @@ def test_tables_and_samples_are_found_again_and_hold_out_the_first_rows(task, tm
     table = load_queries(many)
     held, rest = map(rows_of, table.hold_out(5))
     assert held == rows_of(table)[:5] and len({*held, *rest}) == len(table) == 100
-    refuses(lambda: table.hold_out(100), "--eval_queries", "100 of 100")
     few = replace(many, num_queries=50)
     for expected in (100, 150, 150):
         assert len(tokenized) == expected and torch.equal(load_queries(many)[:], table[:])
@@ -215,20 +214,18 @@ def test_what_a_table_depends_on_makes_another_one(change, task, tmp_path, token
 
 
 def test_only_the_rows_that_are_used_are_checked(task, tmp_path):
-    """Which rows these are does not depend on what they hold. The first bad one is named."""
-    texts = [f"Anna saw {i} cats." for i in range(100)]
-    task = replace(task, query_dataset=str(tmp_path / "a.jsonl"), num_queries=10)
-    write_rows(Path(task.query_dataset), [{"text": text} for text in texts])
-    used = sorted(texts.index(text) for text in load_queries(task).columns()["text"])
-    assert len(used) == 10 and used != [*range(10)]
-    for bad in ({*range(100)} - {*used}, used[3:]):
-        rows = [{"text": '[{"role": "user"' if i in bad else x} for i, x in enumerate(texts)]
-        write_rows(Path(task.query_dataset), rows)
-        if bad == used[3:]:
-            refuses(lambda: load_queries(task), f"text of row {used[3]} is", "tools/convert.py")
-        else:
-            found = load_queries(task).columns()["text"]
-            assert sorted(map(texts.index, found)) == used
+    """Which rows these are does not depend on what the others hold. The first bad one is named."""
+    path = tmp_path / "a.jsonl"
+    task = replace(task, query_dataset=str(path), num_queries=10)
+    rows = [{"text": f"Anna saw {i} cats."} for i in range(100)]
+    write_rows(path, rows)
+    used = [rows.index(row) for row in load_queries(task).source]
+    bad = {"text": '[{"role": "user"'}
+    write_rows(path, [row if i in used else bad for i, row in enumerate(rows)])
+    assert len(load_queries(task)) == 10
+    rows[used[0]] = bad
+    write_rows(path, rows)
+    refuses(lambda: load_queries(task), f"text of row {used[0]} is", "tools/convert.py")
 
 
 def test_processes_wait_at_a_file_lock_for_the_table_of_the_first(task, tmp_path, tokenized):
