@@ -202,7 +202,7 @@ list(tqdm.tqdm(range(9)))
 """
 
 
-@pytest.mark.parametrize(("policy", "spins"), [(None, "5000"), ("active", None)])
+@pytest.mark.parametrize(("policy", "spins"), [(None, "10000"), ("active", None)])
 def test_threads_that_wait_spin_shortly_unless_the_user_has_said_how(policy, spins):
     """Set before torch is imported, which reads it. Nor is a bar shown that nobody waits for."""
     env = {name: x for name, x in os.environ.items() if "OMP_" not in name}
