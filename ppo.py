@@ -23,7 +23,7 @@ those up to the truncate token, such as a period. In EOS tasks (`eos_task`) the 
 EOS and ends the response: what follows is masked out.
 
 Differences from OpenAI's code, such as whitening over all processes (X11), are listed in
-docs/details.md. A tag such as (P9) stands where that page says more than the comment.
+docs/details.md. A tag such as (P9) refers to that page, which says more.
 
 Shapes: B sequences, Q query tokens, C context tokens (prefix + query + suffix), R response tokens,
 T = C + R, N real response tokens, V vocabulary size, D hidden size. Masks are True at real tokens.

@@ -18,7 +18,7 @@ One update (numbered as in `main`):
     6. Adapt kl_coef to the measured KL.
 
 A whole response is one action; there is no value function. With one epoch and one minibatch, as
-for most tasks, the gradient is REINFORCE's. With more steps, the ratio of each whole response is
+in most tasks, the gradient is REINFORCE's. With more steps, the ratio of each whole response is
 clipped, as PPO clips the ratio of each token. Adaptive KL and Adam are as in ppo.py. Flags and
 metrics keep ppo.py's names (`num_ppo_epochs`, `ppo/...`), which published RLOO curves use, too.
 

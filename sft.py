@@ -145,7 +145,7 @@ def sample_continuations(
     contexts = tokens[:, :n]
     torch.manual_seed(args.seed)
     responses = generate(lm, contexts, ids.pad, task.response_length, task.temperature)
-    if task.eos_task:  # in other tasks, a text may go on after a truncate token
+    if task.eos_task:  # in other tasks, a text may continue after a truncate token
         responses, _ = truncate(responses, ids)
     return {
         "text": contexts,

@@ -223,7 +223,7 @@ def sample_policy(
     table = load_queries(task, tokenizer, ids)
     name = args.policy_model or task.base_model
     flag = "--policy_model" if args.policy_model else "--base_model"
-    # Also checks that contexts with responses fit in the policy's window, and its tokenizer.
+    # Also checks that the policy reads enough tokens, and that its tokenizer is the same.
     policy = load_lm(name, flag, length=ids.total_length, tokenizer=tokenizer)
     lm = distributed.freeze(accelerator, policy)
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)

@@ -103,7 +103,7 @@ def query_rows(num_queries: int, size: int, seed: int, step: int) -> np.ndarray:
 @lru_cache(maxsize=2)
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     """The order of an epoch's rows. The two most recent ones are cached."""
-    rng = np.random.default_rng([seed, epoch, 1])  # 1: not the stream of other [seed, number]
+    rng = np.random.default_rng([seed, epoch, 1])  # 1: `main` uses 2
     return rng.permutation(size)
 
 
@@ -158,18 +158,24 @@ def all_max(x: Tensor) -> Tensor:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Average the gradients over all processes, with one all-reduce; a missing one counts as 0."""
+    """Average the gradients over all processes, with one all-reduce.
+
+    A missing gradient counts as 0. A weight that has none on any process, such as that of an expert
+    that no token has reached, keeps none: as in one process, the optimizer skips it.
+    """
     if num_processes() == 1:
         return
     if hasattr(model, "unshard"):  # FSDP2 has already averaged them
         return
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    has_grad = torch.tensor([weight.grad is not None for weight in weights])
+    is_used = all_max(has_grad.int().to(weights[0].device)).tolist()
     grads: list[Any] = []
-    for weight in model.parameters():
-        if not weight.requires_grad:
-            continue
-        if weight.grad is None:
+    for weight, used in zip(weights, is_used, strict=True):
+        if used and weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        grads.append(weight.grad)
+        if used:
+            grads.append(weight.grad)
     flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat)
     flat /= num_processes()

@@ -7,9 +7,10 @@
     python benchmarks/long_run.py plot ppo rloo no_kl    # results/long_run.csv and .png
 
 Starts the command with `--resume auto`, kills it (SIGKILL) at five random instants, starts it again
-and lets it end. If this script is ended, too, the same command continues. Writes runs/<run name>.csv: a row for each of the first ten updates and for each
-hundredth of the run, with the start that made it, resident megabytes, wall and CPU seconds per
-update, KL, its coefficient, score and true score, and the megabytes of the run's files.
+and lets it end. The same command continues after this script was ended, too. Writes
+runs/<run name>.csv: a row for each of the first ten updates and for each hundredth of the run, with
+the start that made it, resident megabytes, wall and CPU seconds per update, KL, its coefficient,
+score and true score, and the megabytes of the run's files.
 """
 
 import csv
@@ -66,6 +67,7 @@ def main(command: list[str]) -> None:
     rows = read(table) if table.exists() else []
     seen = -1
     starts = rows[-1]["start"] if rows else 0
+    kills = kills[max(starts - 1, 0) :]
     process = None
     since = time.time()
     used = (0, 0, 0.0)  # start, update and CPU seconds of the last row
@@ -103,9 +105,8 @@ def main(command: list[str]) -> None:
             row["checkpoints_mb"] = round(size(folder, "**/*.safetensors"), 1)
             rows.append(row)
             write(rows, table)
-        due = [kill for kill in kills if kill * total <= seen]
-        if due:
-            kills = kills[len(due) :]
+        if kills and seen >= kills[0] * total:
+            kills.pop(0)
             time.sleep(rng.random() * update_seconds)
             process.kill()
             process.wait()

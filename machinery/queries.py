@@ -212,20 +212,17 @@ def tokenize_rows(
     cached = task.clean_fn is None or Path(task.clean_fn.rpartition(":")[0]) == CLEAN
     lock = filelock.FileLock(f"{path}.lock", poll_interval=0.5)
     with about(f"{FLAG} {task.query_dataset}"), lock:
-        table = (
-            rows.select_columns(columns)
-            .map(
-                encode,
-                with_indices=True,
-                batched=True,
-                remove_columns=columns,
-                features=features,
-                cache_file_name=str(path),
-                load_from_cache_file=cached,
-                new_fingerprint=fingerprint,
-            )
-            .with_format(None)
-        )  # no `decode` of `read_files`
+        table = rows.select_columns(columns).map(
+            encode,
+            with_indices=True,
+            batched=True,
+            remove_columns=columns,
+            features=features,
+            cache_file_name=str(path),
+            load_from_cache_file=cached,
+            new_fingerprint=fingerprint,
+        )
+        table.reset_format()  # no `decode` of `read_files`
         counts = path.with_suffix(".json")
         if odd:
             counts.write_text(json.dumps(odd))

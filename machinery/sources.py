@@ -131,7 +131,7 @@ def load_rows(source: str, flag: str, limit: int | None = None, **columns: str) 
             rows = rows.select(chosen)
         for option, name in columns.items():
             if name not in rows.column_names:
-                raise InputError(f"there is no --{option} {name}; there are {rows.column_names}")
+                raise InputError(f"has no column --{option} {name}; it has {rows.column_names}")
     return rows
 
 

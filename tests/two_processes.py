@@ -164,7 +164,7 @@ def average(accelerator):
             function = getattr(torch.distributed, name)
             patch.setattr(torch.distributed, name, keep(function, calls))
         utils.average_gradients(model)
-    means = {name: x.grad for name, x in model.named_parameters()}
+    means = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
     return {"copy": copy, "means": means, "calls": len(calls)}
 
 
