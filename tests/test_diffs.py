@@ -853,6 +853,7 @@ def assert_updates(name, run, own=OWN, advantages_of=slow_advantages):
             assert line["objective/frac_reward_zero_std"] == alike.sum() / 16
     assert clipped > 10
     assert run.metrics[0]["objective/kl_coef"] != kl_coef
+    assert run.optimizer.param_groups[0]["t"] == len(run.steps)  # one optimizer for all updates
 
 
 @pytest.mark.parametrize("names", [*ALGORITHMS, WHITENED, *FLAGGED, *WITH_TOOLS])
