@@ -104,7 +104,7 @@ def plot_run(folder: Path, names: list[str]) -> None:
             if heldout in lines:
                 points = lines[heldout].dropna()
                 places = [min(at + more, updates) * size for at in points.index]
-                axis.plot(places, points, "oC1", label="held out")
+                axis.plot(places, points, ".C1", label="held out")
                 ends = points.iloc[[0, -1]].unique()
                 print(f"{heldout}:", " → ".join(f"{value:.3g}" for value in ends))
         axis.legend(fontsize=8)
