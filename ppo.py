@@ -94,7 +94,7 @@ class Args(cli.RunArgs):
 
     # Algorithm
     reward_model: str = "models/<task>/train_reward"
-    """folder or hub name of the reward model"""
+    """folder or hub name of the reward model, if the task has no --reward_fn"""
     ref_model: str | None = None
     """reference model of the KL penalty: folder or hub name; default: base_model"""
     kl_coef: NonNegativeFloat = 0.15
@@ -122,8 +122,8 @@ class Args(cli.RunArgs):
     clip_score: PositiveFloat | None = None
     """clip scores, including unfinished_score, to [-clip_score, clip_score]"""
 
-    # Memory and speed. RunArgs has more, such as micro_batch_tokens (real tokens that a process
-    # computes at once), and the flags of output files.
+    # Memory and speed. RunArgs has more, such as micro_batch_tokens (real tokens in a forward
+    # pass), and the flags of output files.
     rollout_batch_size: PositiveInt = 512
     """sequences that a process samples at once; affects results only by rounding"""
 
@@ -155,7 +155,7 @@ class PolicyAndValue(nn.Module):
         self.value_head = ScalarHead(lm.config)
         nn.init.zeros_(self.value_head.weight)  # values start at 0
         nn.init.zeros_(self.value_head.bias)
-        self.pad_id = pad_id  # outside the vocabulary: never sampled
+        self.pad_id = pad_id  # at least V, the number of logits: never sampled
         self.temperature = temperature
 
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,8 +175,8 @@ class PolicyAndValue(nn.Module):
         real = (responses != self.pad_id).nonzero(as_tuple=True)
         hidden = hidden[real]  # [N, D]
         values = self.value_head(hidden).squeeze(1)  # [N]
-        # Logits are divided by the sampling temperature in training, too (P1). They are not bound
-        # to a name, which would keep this large tensor [N, V] in memory.
+        # Logits are divided by the sampling temperature in training, too (P1). They have no name,
+        # which would keep this large tensor [N, V] alive.
         log_softmax = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)
         logprobs = log_softmax.gather(1, responses[real][:, None]).squeeze(1)  # [N]
         with torch.no_grad():  # entropies are only logged
@@ -250,8 +250,8 @@ def score_responses(
     """Cut responses [B, R] after the first truncate token, then score them (P5).
 
     Truncate tokens before position `ids.truncate_after` do not count. A response without one that
-    counts is unfinished: it is not cut, and `unfinished_score` replaces its score. `columns` are
-    the data set's, for a --reward_fn (see `main`).
+    counts is unfinished: it is not cut, and `unfinished_score` replaces its score. `columns`
+    holds the data set's columns, for a --reward_fn (see `main`).
     Returns scores [B], cut responses [B, R], which of them are finished [B] (all, if the task has
     no truncate token), and other numbers to log: {metric: [B]}.
     """
@@ -282,7 +282,7 @@ def next_kl_coef(kl_coef: float, kl: float, args: Args) -> float:
 class Rollout(NamedTuple):
     """The episodes of one update or evaluation. Per-token floats are 0 at padding."""
 
-    queries: Tensor  # [B, Q] padded on the left; the reward model reads them, then `cut`
+    queries: Tensor  # [B, Q] padded on the left; the reward model reads queries, then cut
     contexts: Tensor  # [B, C] with prefix and suffix; what the policy reads
     responses: Tensor  # [B, R]; in EOS tasks, padding after the end
     cut: Tensor  # [B, R] responses as they were scored
@@ -321,7 +321,7 @@ def compute_logprobs(
     ref_logprobs = torch.zeros_like(logprobs)
     for minibatch_rows in torch.arange(len(lengths), device=lengths.device).split(minibatch_size):
         minibatch_lengths = lengths[minibatch_rows]
-        # The count is the same on all processes, as FSDP2 requires; parts are consecutive rows.
+        # The count is the same on all processes, as FSDP2 requires.
         count = count_micro_batches(minibatch_lengths, args.micro_batch_tokens)
         for part in micro_batches(minibatch_lengths, count):
             rows = minibatch_rows[part]
@@ -444,8 +444,9 @@ def ppo_losses(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Policy loss, value loss and metrics of a micro-batch: [B, R] each → scalars.
 
-    `old`: the micro-batch as sampled. `num_tokens`: how many the minibatch has, averaged over
-    processes. Losses are the micro-batch's shares of the minibatch's mean: they add up to it (P7).
+    `old`: the micro-batch as sampled. `num_tokens`: the number of tokens in the minibatch,
+    averaged over processes. Losses are shares: their sum over micro-batches, averaged over
+    processes, is the mean over all tokens of the minibatch (P7).
     """
 
     def share_of_mean(x: Tensor) -> Tensor:
@@ -527,21 +528,22 @@ def minibatch_metrics(minibatch: Rollout, returns: Tensor) -> dict[str, Tensor]:
 
 def main(args: Args) -> None:
     """Load everything; repeat: sample, score, optimize; save the policy."""
-    # `accelerate launch` runs this function in several processes. Each samples and trains on its
-    # own part of every batch. They communicate in all_sum, global_mean_and_var, average_gradients,
-    # mean_over_processes and count_micro_batches; under FSDP2, also wherever weights are used.
+    # `accelerate launch` runs this function in several processes. Each samples and trains on
+    # batch_size / processes episodes per update. They communicate in all_sum, global_mean_and_var,
+    # average_gradients, mean_over_processes and count_micro_batches; under FSDP2, also wherever
+    # weights are used.
     accelerator = distributed.start(args)
     device, processes = accelerator.device, accelerator.num_processes
     check(args, processes)
     # Task fields used in this file (see data/tasks.py): base_model, response_length, temperature,
-    # eos_task, unfinished_score and gold_fn.
+    # eos_task, unfinished_score and gold_fn (a true score, which is only logged).
     task = args.task
-    seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
+    seed = args.seed + 100003 * accelerator.process_index  # own order of queries, own samples (G6)
 
     # table[rows] → queries [B, Q]; table.columns(rows) → {name: B values} of the data set;
     # reward(queries, responses, columns) → scores [B] and other numbers to log: {metric: [B]}, such
     # as "objective/gold_score". Scores come from the reward model, normalized by train_reward.py,
-    # or from --reward_fn, a Python function in its place.
+    # or from the task's --reward_fn, a Python function.
     tokenizer, ids = load_tokenizer(task, task.response_length)  # pad, truncate tokens, affixes
     heldout, table = load_queries(task, tokenizer, ids).hold_out(args.eval_queries)
     reward = load_reward(args, tokenizer, ids, accelerator)
@@ -549,6 +551,7 @@ def main(args: Args) -> None:
     # `load_lm` checks that a model can read C + R tokens, and that the reference has the same
     # tokenizer. `prepare` and `freeze` move a model to the device and set its precision. A model
     # stays the same object (no DDP wrapper; FSDP2 shards it in place): `lm` is still the policy's.
+    # Sampling calls it by itself, without `policy`: `inference` turns on its autocast.
     lm = load_lm(task.base_model, length=ids.total_length)  # no dropout (P4)
     policy = PolicyAndValue(lm, ids.pad, task.temperature)
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
@@ -570,7 +573,7 @@ def main(args: Args) -> None:
     shown = ["objective/scores", "objective/kl", "objective/kl_coef", "objective/rlhf_reward"]
     if task.gold_fn:
         shown.append("objective/gold_score")
-    run = Run(args, num_updates, shown, accelerator)  # these in the terminal and in curves.png
+    run = Run(args, num_updates, shown, accelerator)  # `shown` in the terminal and in curves.png
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:
@@ -608,7 +611,7 @@ def main(args: Args) -> None:
             group["lr"] = lr
 
         # 1. Sample a response to each query.
-        rows = query_rows(len(table), local_batch_size, seed, update)  # a new shuffle every pass
+        rows = query_rows(len(table), local_batch_size, seed, update)  # a new order in every pass
         queries = table[rows].to(device)  # [B, Q]
         uniform = random_numbers(seed, update, device, task.response_length, len(rows))  # [R, B]
         timer.start("sample")
@@ -632,7 +635,7 @@ def main(args: Args) -> None:
             for minibatch_rows in torch.as_tensor(order, device=device).split(minibatch_size):
                 minibatch = rollout.select(minibatch_rows)
                 advantages, returns = compute_advantages(minibatch, args)
-                # A mean over processes, as `average_gradients` takes it:
+                # Averaged over processes, since `average_gradients` averages, too:
                 num_tokens = all_sum(minibatch.mask.sum()) / processes
                 count = count_micro_batches(minibatch.lengths, args.micro_batch_tokens)
                 for part in micro_batches(minibatch.lengths, count):
@@ -667,7 +670,7 @@ def main(args: Args) -> None:
         metrics["time/episodes_per_second"] = args.batch_size / sum(seconds.values())
         run.log(update, {**metrics, **seconds, **eval_metrics})
         run.keep_weights(update + 1, lm, tokenizer)  # the weights, every --keep_every updates
-        run.checkpoint(update + 1, policy, optimizer, kl_coef)  # all that a resumed run needs
+        run.checkpoint(update + 1, policy, optimizer, kl_coef)  # every --save_every updates
 
     run.save(lm, tokenizer, value_head=policy.value_head)
     reward.step = num_updates
@@ -687,15 +690,16 @@ SYNTHETIC = dict(
     kl_target=10.0,
     kl_horizon=1000,
 )
-FIXED_KL_UNWHITENED = dict(kl_target=None, whiten_rewards=False)
-ANSWERS = dict(FIXED_KL_UNWHITENED, num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192)
+FIXED_KL_RAW_REWARDS = dict(kl_target=None, whiten_rewards=False)
+# Tasks whose reward_fn compares with the right answer:
+ANSWERS = dict(FIXED_KL_RAW_REWARDS, num_ppo_epochs=1, num_minibatches=4, micro_batch_tokens=8192)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": SYNTHETIC,
     "synthetic_eos": dict(SYNTHETIC, whiten_rewards=False),
-    "cnndm": dict(FIXED_KL_UNWHITENED, batch_size=32, lr=2e-6, kl_coef=0.01),
-    "tldr_2019": dict(FIXED_KL_UNWHITENED, batch_size=32, lr=2e-6, kl_coef=0.03),
+    "cnndm": dict(FIXED_KL_RAW_REWARDS, batch_size=32, lr=2e-6, kl_coef=0.01),
+    "tldr_2019": dict(FIXED_KL_RAW_REWARDS, batch_size=32, lr=2e-6, kl_coef=0.03),
     "tldr": dict(
-        FIXED_KL_UNWHITENED,
+        FIXED_KL_RAW_REWARDS,
         lr=3e-6,
         kl_coef=0.05,
         micro_batch_tokens=16_384,

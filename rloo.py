@@ -20,7 +20,7 @@ One update (numbered as in `main`):
 A whole response is one action; there is no value function. With one epoch and one minibatch, as
 in most tasks, the gradient is REINFORCE's. With more steps, the ratio of each whole response is
 clipped, as PPO clips the ratio of each token. Adaptive KL and Adam are as in ppo.py. Flags and
-metrics keep ppo.py's names (`num_ppo_epochs`, `ppo/...`), which published RLOO curves use, too.
+metrics have the names of ppo.py (`num_ppo_epochs`, `ppo/...`), as in published RLOO curves.
 
 In OpenAI's 2019 tasks, all R tokens of a response are trained on, but the reward model sees only
 those up to the truncate token, such as a period. In EOS tasks (`eos_task`) the truncate token is
@@ -99,7 +99,7 @@ class Args(cli.RunArgs):
 
     # Algorithm
     reward_model: str = "models/<task>/train_reward"
-    """folder or hub name of the reward model"""
+    """folder or hub name of the reward model, if the task has no --reward_fn"""
     ref_model: str | None = None
     """reference model of the KL penalty: folder or hub name; default: base_model"""
     kl_coef: NonNegativeFloat = 0.15
@@ -115,8 +115,8 @@ class Args(cli.RunArgs):
     clip_score: PositiveFloat | None = None
     """clip scores, including unfinished_score, to [-clip_score, clip_score]"""
 
-    # Memory and speed. RunArgs has more, such as micro_batch_tokens (real tokens that a process
-    # computes at once), and the flags of output files.
+    # Memory and speed. RunArgs has more, such as micro_batch_tokens (real tokens in a forward
+    # pass), and the flags of output files.
     rollout_batch_size: PositiveInt = 512
     """sequences that a process samples at once; affects results only by rounding"""
 
@@ -145,7 +145,7 @@ class Policy(nn.Module):
     def __init__(self, lm: Any, pad_id: int, temperature: float):
         super().__init__()
         self.lm = lm
-        self.pad_id = pad_id  # outside the vocabulary: never sampled
+        self.pad_id = pad_id  # at least V, the number of logits: never sampled
         self.temperature = temperature
 
     def forward(self, contexts: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
@@ -241,8 +241,8 @@ def score_responses(
     """Cut responses [B, R] after the first truncate token, then score them (P5).
 
     Truncate tokens before position `ids.truncate_after` do not count. A response without one that
-    counts is unfinished: it is not cut, and `unfinished_score` replaces its score. `columns` are
-    the data set's, for a --reward_fn (see `main`).
+    counts is unfinished: it is not cut, and `unfinished_score` replaces its score. `columns`
+    holds the data set's columns, for a --reward_fn (see `main`).
     Returns scores [B], cut responses [B, R], which of them are finished [B] (all, if the task has
     no truncate token), and other numbers to log: {metric: [B]}.
     """
@@ -363,8 +363,8 @@ def epoch_order(epoch: int, size: int, rng: np.random.Generator, k: int) -> np.n
     """The order [size] in which an epoch goes through the batch (P7).
 
     The first epoch keeps the batch's order, which is already random; `compute_logprobs` relies on
-    this. The k responses to a query stay side by side: a micro-batch computes
-    the query once.
+    this. The k responses to a query stay side by side, so that a micro-batch computes their
+    query only once.
     """
     order = np.arange(size)
     if epoch == 0:
@@ -391,8 +391,8 @@ def rloo_loss(
     """Policy loss and metrics of a micro-batch: [B, R], [B] → scalars.
 
     PPO's clipped loss with the probability ratio of whole responses (L4). `num_responses`: the size
-    of this process's minibatch. Losses are the micro-batch's shares of the minibatch's mean: they
-    add up to it (P7).
+    of this process's minibatch. Losses are shares: their sum over micro-batches is the
+    minibatch's mean (P7).
     """
 
     def share_of_mean(x: Tensor) -> Tensor:
@@ -400,7 +400,7 @@ def rloo_loss(
 
     log_ratio = (logprobs - old.logprobs).sum(dim=1)  # [B], over tokens; 0 at padding
     # Without the clamp, exp can overflow; where `max` picks the clipped loss, the backward pass
-    # would then compute 0 * inf = NaN. At 40, the square of the ratio, a metric, is finite, too.
+    # would then compute 0 * inf = NaN. At 40, the squared ratio in a metric is finite, too.
     ratio = log_ratio.clamp(max=40).exp()
     clipped_ratio = ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
     pg_losses = -advantages * ratio
@@ -451,7 +451,7 @@ def group_metrics(rollout: Rollout, advantages: Tensor, args: Args) -> dict[str,
     all_equal = (scores == scores[:, :1]).all(dim=1)  # [P]
     return {
         "objective/advantage_std": advantages_var.sqrt(),
-        "objective/frac_reward_zero_std": all_equal.float().mean(),  # TRL's name; of scores
+        "objective/frac_reward_zero_std": all_equal.float().mean(),  # TRL's name; scores without KL
     }
 
 
@@ -460,21 +460,22 @@ def group_metrics(rollout: Rollout, advantages: Tensor, args: Args) -> dict[str,
 
 def main(args: Args) -> None:
     """Load everything; repeat: sample, score, optimize; save the policy."""
-    # `accelerate launch` runs this function in several processes. Each samples and trains on its
-    # own part of every batch. They communicate in all_sum, global_mean_and_var, average_gradients,
-    # mean_over_processes and count_micro_batches; under FSDP2, also wherever weights are used.
+    # `accelerate launch` runs this function in several processes. Each samples and trains on
+    # batch_size / processes episodes per update. They communicate in all_sum, global_mean_and_var,
+    # average_gradients, mean_over_processes and count_micro_batches; under FSDP2, also wherever
+    # weights are used.
     accelerator = distributed.start(args)
     device, processes = accelerator.device, accelerator.num_processes
     check(args, processes)
     # Task fields used in this file (see data/tasks.py): base_model, response_length, temperature,
-    # eos_task, unfinished_score and gold_fn.
+    # eos_task, unfinished_score and gold_fn (a true score, which is only logged).
     task = args.task
-    seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
+    seed = args.seed + 100003 * accelerator.process_index  # own order of queries, own samples (G6)
 
     # table[rows] → queries [B, Q]; table.columns(rows) → {name: B values} of the data set;
     # reward(queries, responses, columns) → scores [B] and other numbers to log: {metric: [B]}, such
     # as "objective/gold_score". Scores come from the reward model, normalized by train_reward.py,
-    # or from --reward_fn, a Python function in its place.
+    # or from the task's --reward_fn, a Python function.
     tokenizer, ids = load_tokenizer(task, task.response_length)  # pad, truncate tokens, affixes
     heldout, table = load_queries(task, tokenizer, ids).hold_out(args.eval_queries)
     reward = load_reward(args, tokenizer, ids, accelerator)
@@ -482,6 +483,7 @@ def main(args: Args) -> None:
     # `load_lm` checks that a model can read C + R tokens, and that the reference has the same
     # tokenizer. `prepare` and `freeze` move a model to the device and set its precision. A model
     # stays the same object (no DDP wrapper; FSDP2 shards it in place): `lm` is still the policy's.
+    # Sampling calls it by itself, without `policy`: `inference` turns on its autocast.
     lm = load_lm(task.base_model, length=ids.total_length)  # no dropout (P4)
     policy = Policy(lm, ids.pad, task.temperature)
     optimizer = AdamTF(policy.parameters(), lr=args.lr, eps=args.adam_eps)
@@ -503,7 +505,7 @@ def main(args: Args) -> None:
     shown = ["objective/scores", "objective/kl", "objective/kl_coef", "objective/rlhf_reward"]
     if task.gold_fn:
         shown.append("objective/gold_score")
-    run = Run(args, num_updates, shown, accelerator)  # these in the terminal and in curves.png
+    run = Run(args, num_updates, shown, accelerator)  # `shown` in the terminal and in curves.png
     start, kl_coef = run.restore(policy, optimizer, args.kl_coef)  # start = 0 if not resumed
 
     def evaluate(update: int, kl_coef: float) -> dict[str, float]:

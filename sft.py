@@ -4,9 +4,9 @@
     accelerate launch sft.py --task sentiment
 
 If the task has reference responses (`response_column`), the loss covers only them. In EOS tasks
-(`eos_task`) this includes the end token that is added to each. Otherwise texts are joined by spaces
-into blocks of equal length. Each block begins with the start of a text, as ppo.py's queries do;
-what does not fit of its last text is dropped.
+(`eos_task`) this includes the end token, which is appended to each. Otherwise texts are joined by
+spaces into blocks of equal length. Each block begins with the start of a text, as ppo.py's queries
+do; the end of its last text is dropped if it does not fit.
 
 Shapes: B sequences, T tokens per sequence, N target tokens, V vocabulary size, D hidden size. The
 loss covers columns `first` to T - 1: all but the first of a block, or those of the responses.
@@ -52,7 +52,7 @@ class Args(cli.RunArgs):
     eval_every: PositiveInt = 200
     """steps between evaluations on held-out sequences"""
     num_heldout: PositiveInt | None = None
-    """sequences held out for perplexity (256, or a tenth if that is fewer)"""
+    """sequences held out for perplexity (default: 256, or a tenth of them if that is less)"""
 
     # Optimization
     batch_size: PositiveInt = 32
@@ -138,14 +138,14 @@ def sample_continuations(
 ) -> dict[str, Tensor]:
     """Sample a continuation of each prompt, or of the first quarter of each block.
 
-    `tokens` [B, T] → texts, continuations and references, of B rows each.
+    `tokens` [B, T] → texts, continuations and references of B rows each, as token ids.
     """
     task = args.task
     n = first if task.response_column else args.block_size // 4
     contexts = tokens[:, :n]
     torch.manual_seed(args.seed)
     responses = generate(lm, contexts, ids.pad, task.response_length, task.temperature)
-    if task.eos_task:  # in other tasks, a text may continue after a truncate token
+    if task.eos_task:  # elsewhere texts go on after a truncate token, such as a period
         responses, _ = truncate(responses, ids)
     return {
         "text": contexts,
@@ -166,9 +166,10 @@ def check(args: Args, processes: int) -> None:
 def load_table(args: Args, tokenizer: Any, ids: TokenIds) -> tuple[Any, int]:
     """All sequences [num, T], and the first column that the loss covers."""
     task = args.task
-    if task.response_column:  # prefix, query, suffix, response, its end; cut if too long
+    if task.response_column:  # prefix, query, suffix, response, its end; cut if it is too long
         table = load_responses(task, tokenizer, ids)
         return table, table.length - task.response_length
+    # `load_tokenizer` has only checked that the model can read query and response.
     longest = max(args.block_size, args.block_size // 4 + task.response_length)
     check_length(load_config(task.base_model), longest, f"block_size={args.block_size}")
     return load_blocks(task, args.block_size, tokenizer, ids), 1
@@ -185,13 +186,15 @@ def main(args: Args) -> None:
     tokenizer, ids = load_tokenizer(task, task.response_length)
     table, first = load_table(args, tokenizer, ids)
     num_heldout = args.num_heldout or min(256, math.ceil(len(table) / 10))
-    # The table is shuffled. Its first rows are held out; duplicates of them are left out.
+    # The table is shuffled, in the same order for each seed. Its first rows are held out, and their
+    # duplicates left out. `needed`: rows to train on.
     heldout_table, table = table.hold_out(num_heldout, needed=args.batch_size)
     heldout = heldout_table[:].to(device)
 
     torch.manual_seed(args.seed)
-    longest = max(ids.total_length, table.length)  # in ppo.py, here
-    lm = load_lm(task.base_model, allow_random=True, length=longest)  # no dropout (P4)
+    longest = max(ids.total_length, table.length)  # tokens that ppo.py and this script read
+    # Without dropout (P4). A folder without weights gets random ones.
+    lm = load_lm(task.base_model, allow_random=True, length=longest)
     model = LanguageModel(lm, ids.pad)
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -210,7 +213,7 @@ def main(args: Args) -> None:
     cli.say(f"{sizes}; {unused} are skipped per epoch")
     timer = Timer(device)
     shown = ["loss", "heldout/loss", "heldout/perplexity", "lr"]
-    run = Run(args, num_steps, shown, accelerator)  # shows these in the terminal and curves.png
+    run = Run(args, num_steps, shown, accelerator)  # `shown` in the terminal and in curves.png
     start, _ = run.restore(model, optimizer)  # start = 0 if not resumed
     for step in range(start, num_steps):
         timer.start("optimize")
@@ -222,7 +225,7 @@ def main(args: Args) -> None:
         rows = order[batch * args.batch_size : (batch + 1) * args.batch_size]
         tokens = table[rows[accelerator.process_index :: processes]].to(device)  # [B, T]
         mask = tokens != ids.pad
-        # A mean over processes, as `average_gradients` takes it:
+        # Averaged over processes, since `average_gradients` averages, too:
         num_tokens = all_sum(mask[:, first:].sum()) / processes
         total = torch.zeros((), device=device)
         lengths = mask.sum(dim=1)
@@ -245,7 +248,7 @@ def main(args: Args) -> None:
             metrics["heldout/loss"] = heldout_loss(model, heldout, first, args, accelerator)
             metrics["heldout/perplexity"] = math.exp(metrics["heldout/loss"])
         run.log(step, metrics)
-        run.checkpoint(step + 1, model, optimizer)
+        run.checkpoint(step + 1, model, optimizer)  # not after the last step
 
     run.save(lm, tokenizer)
     with distributed.inference(accelerator, model):  # autocast; FSDP2 gathers weights
@@ -258,8 +261,8 @@ def main(args: Args) -> None:
     )
 
 
-# The defaults above are for sentiment, descriptiveness and gsm8k. Overrides for the other tasks;
-# also the model to begin with, where a task's base_model is what this script makes:
+# The defaults above are for sentiment, descriptiveness and gsm8k. Overrides for the other tasks,
+# also of fields of `task`: its base_model is often what this script writes; here is what it reads.
 BLOCKS = dict(batch_size=16, block_size=512)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": dict(

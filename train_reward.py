@@ -88,7 +88,7 @@ class RewardConfig(transformers.PretrainedConfig):
     """The transformer's configuration, the pad id, and the tokens that every text must begin with.
 
     `begin` is None, or BOS for a model written by tools/convert_reward.py. `check_reward_model`
-    compares it with what the queries of a task begin with; nothing is added to a text.
+    compares it with what the queries of a task begin with; it is never prepended.
     """
 
     model_type = "scalar_reward"
@@ -96,7 +96,7 @@ class RewardConfig(transformers.PretrainedConfig):
     def __init__(
         self,
         backbone: Any = None,
-        pad_id: int = 0,
+        pad_id: int = 0,  # transformers also makes configurations without arguments
         begin: list[int] | None = None,
         **kwargs: Any,
     ):
@@ -129,7 +129,7 @@ class RewardModel(nn.Module):
     def token_rewards(self, tokens: Tensor, prompt_length: int = 0) -> Tensor:
         """A reward at every token of sequences [B, T] with padding anywhere: [B, T].
 
-        Where the first `prompt_length` tokens of adjacent rows are equal, they are computed once.
+        If adjacent rows have the same first `prompt_length` tokens, these are computed once.
         """
         mask = tokens != self.config.pad_id
         position_ids = mask.cumsum(dim=1) - mask.long()  # number of real tokens before each
@@ -166,13 +166,13 @@ class RewardModel(nn.Module):
             raise cli.InputError(f"is {kind}, not a reward model of train_reward.py: {USE_OTHERS}")
         with no_init_weights():
             model = cls(RewardConfig.from_pretrained(folder))
-        if reads_weights():  # under FSDP2, only the first process does
+        if reads_weights():  # under FSDP2, the first process; `place` sends weights to the others
             folder = find_model(name, weights=True)
             load_model(model, Path(folder, "model.safetensors"))
         return model.eval()
 
     def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write config.json and model.safetensors."""
+        """Write config.json and model.safetensors. `state_dict`: whole weights, if FSDP2 shards them."""
         self.config.save_pretrained(folder)
         weights = state_dict or self.state_dict()
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -194,7 +194,7 @@ def load_reward(
     accelerator: Any,
 ) -> Reward:
     """The scorer of ppo.py and rloo.py: the reward model, or --reward_fn, which may call it."""
-    reward = Reward(args.task, tokenizer, ids, args.micro_batch_tokens)
+    reward = Reward(args.task, tokenizer, ids, args.micro_batch_tokens)  # loads task.reward_fn
     if reward.needs_model:
         with cli.about(f"--reward_model {args.reward_model}"):
             model = RewardModel.from_pretrained(args.reward_model)
@@ -223,18 +223,19 @@ def sample_policy(
     table = load_queries(task, tokenizer, ids)
     name = args.policy_model or task.base_model
     flag = "--policy_model" if args.policy_model else "--base_model"
-    # Also checks that the policy reads enough tokens, and that its tokenizer is the same.
+    # Also checks that the policy can read context and response, and that its tokenizer matches.
     policy = load_lm(name, flag, length=ids.total_length, tokenizer=tokenizer)
     lm = distributed.freeze(accelerator, policy)
     seed = args.seed + 100003 * accelerator.process_index  # own queries and samples (G6)
     torch.manual_seed(seed)
     samples = []
     for step in range(2):
-        rows = query_rows(len(table), num_batches * batch_size, seed, step)  # the next of a shuffle
+        rows = query_rows(len(table), num_batches * batch_size, seed, step)  # the next, shuffled
         queries = table[rows].to(accelerator.device)
         parts = []
         for contexts in add_affixes(queries, ids).split(batch_size):
-            with distributed.inference(accelerator, lm):  # autocast; FSDP2 gathers weights
+            # Autocast; FSDP2 gathers weights. `RewardModel.score` needs neither: it calls `forward`.
+            with distributed.inference(accelerator, lm):
                 part = generate(lm, contexts, ids.pad, task.response_length, task.temperature)
             parts.append(part)
         responses = torch.cat(parts)
@@ -296,6 +297,7 @@ def predict(
     """Rewards [N, K] of labels, and the index of each preferred response [N]."""
     rewards = []
     best = []
+    # Every process computes all rows.
     for first in range(0, len(rows), args.batch_size):
         batch = rows[first : first + args.batch_size]
         tokens, batch_best, prompt_length = candidate_tokens(labels, batch, pad_id, device)
@@ -316,7 +318,7 @@ def accuracies(rewards: Tensor, best: Tensor) -> Tensor:
 def heldout_metrics(rewards: Tensor, best: Tensor) -> dict[str, float]:
     """Metrics of rewards [N, K] and the indices of the preferred responses [N].
 
-    Rewards have been normalized again, so the loss is not comparable with that in training.
+    Rewards were normalized again after training, so this loss is not comparable to that in training.
     """
     is_best = F.one_hot(best, rewards.shape[1]).bool()
     return {
@@ -351,26 +353,26 @@ def main(args: Args) -> None:
     tokenizer, ids = load_tokenizer(task, task.response_length)
     config = load_config(task.base_model)  # labels that are too long for the model are skipped
     labels = load_labels(task, tokenizer, ids, config)
-    # Rows whose queries are not among the first num_labels:
+    # Rows whose queries are not among the first num_labels; fewer than num_labels are an error:
     heldout = labels.held_out(args.num_labels)[: args.num_heldout]
     before, after = sample_policy(args, tokenizer, ids, accelerator)
 
     torch.manual_seed(args.seed)  # the same new head on all processes
-    longest = max(labels.longest(), ids.total_length)
+    longest = max(labels.longest(), ids.total_length)  # the length at which its results are checked
     model = new_reward_model(task.base_model, ids.pad, longest)
     optimizer = AdamTF(model.parameters(), lr=args.lr, eps=args.adam_eps)
-    model, optimizer = distributed.prepare(accelerator, model, optimizer, args)
+    model, optimizer = distributed.prepare(accelerator, model, optimizer, args)  # without DDP
 
     local_batch_size = args.batch_size // processes
     num_steps = args.num_labels // args.batch_size
     cli.say(f"{args.num_labels}/{len(labels)} labels, {len(heldout)} held out, {num_steps} steps")
     timer = Timer(device)
-    shown = ["loss", "accuracy", "gain", "bias", "lr"]  # in the progress line and curves.png
+    shown = ["loss", "accuracy", "gain", "bias", "lr"]  # in the terminal and in curves.png
     run = Run(args, num_steps, shown, accelerator)
 
     # 1. Normalize the rewards of the initial policy's samples.
     normalize(model, before, args.micro_batch_tokens)
-    start, _ = run.restore(model, optimizer)  # start = 0 if not resumed
+    start, _ = run.restore(model, optimizer)  # start = 0 if not resumed, else also gain and bias
 
     # 2. Train for one epoch.
     order = permutation(args.num_labels, args.seed, epoch=0)
@@ -384,7 +386,7 @@ def main(args: Args) -> None:
         rows = rows[accelerator.process_index :: processes]
         tokens, best, prompt_length = candidate_tokens(labels, rows, ids.pad, device)  # [B, K, T]
         stats: dict[str, Any] = defaultdict(float)
-        lengths = (tokens != ids.pad).sum(dim=(1, 2))  # [B], all K responses with their query
+        lengths = (tokens != ids.pad).sum(dim=(1, 2))  # [B], with the query K times
         count = count_micro_batches(lengths, args.micro_batch_tokens)
         for part in micro_batches(lengths, count):
             sequences = tokens[part].flatten(0, 1)  # [b * K, T]

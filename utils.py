@@ -24,13 +24,13 @@ from torch import Tensor, nn
 class TokenIds(NamedTuple):
     """A task's special tokens and lengths."""
 
-    pad: int  # one past the vocabulary, so that it is never a real token (G2)
+    pad: int  # at least V, the number of logits: never a real token (G2)
     ends: list[int]  # truncate tokens (P5); sft.py ends the responses of EOS tasks with ends[0]
     prefix: list[int]  # before each query
     suffix: list[int]  # after each query
     truncate_after: int = 0  # truncate tokens before this position of a response do not count
     total_length: int = 0  # longest context plus response
-    hidden: tuple[int, ...] = ()  # special tokens that `decode` leaves out: BOS, ends
+    hidden: tuple[int, ...] = ()  # special tokens that `decode` leaves out: BOS, EOS; no period
 
 
 def pad_left(sequences: list[list[int]], length: int, pad_id: int) -> Tensor:
@@ -67,7 +67,7 @@ def truncate(responses: Tensor, ids: TokenIds) -> tuple[Tensor, Tensor]:
 
 
 def decode(tokenizer: Any, tokens: Tensor, ids: TokenIds) -> list[str]:
-    """[B, T] → B texts without padding, BOS and ends; other special tokens stay in."""
+    """[B, T] → B texts without padding, BOS and EOS; other special tokens stay in."""
     hidden = {ids.pad, *ids.hidden}
     rows = [[token for token in row if token not in hidden] for row in tokens.tolist()]
     return tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
@@ -108,7 +108,7 @@ def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def count_micro_batches(lengths: Tensor, max_tokens: int) -> int:
-    """How many micro-batches of about `max_tokens` tokens B sequences of these lengths need.
+    """The number of micro-batches of about `max_tokens` tokens for B sequences of these lengths.
 
     The maximum over processes, since under FSDP2 every process must run the same number of forward
     passes. So all processes must call this, with the same number of sequences.
@@ -208,10 +208,10 @@ def accumulate(
     metrics: dict[str, Tensor],
     num_steps: int,
 ) -> None:
-    """Add a step's metrics to their means over `num_steps` steps.
+    """Add metrics / num_steps to `stats`, which becomes the mean over `num_steps` steps.
 
-    Or a micro-batch's shares of them, which add up to the step's. `stats` is a defaultdict(float);
-    its values are detached.
+    `metrics` are a step's, or shares of a micro-batch that add up to the step's. `stats` is a
+    defaultdict(float); its values are detached.
     """
     for name, value in metrics.items():
         stats[name] += value.detach() / num_steps
