@@ -172,7 +172,7 @@ class RewardModel(nn.Module):
         return model.eval()
 
     def save_pretrained(self, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write config.json and model.safetensors. `state_dict`: whole weights, if FSDP2 shards them."""
+        """Write config.json and model.safetensors. `state_dict`: weights without shards."""
         self.config.save_pretrained(folder)
         weights = state_dict or self.state_dict()
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -318,7 +318,7 @@ def accuracies(rewards: Tensor, best: Tensor) -> Tensor:
 def heldout_metrics(rewards: Tensor, best: Tensor) -> dict[str, float]:
     """Metrics of rewards [N, K] and the indices of the preferred responses [N].
 
-    Rewards were normalized again after training, so this loss is not comparable to that in training.
+    Rewards were normalized again after training, so this loss cannot be compared to that before.
     """
     is_best = F.one_hot(best, rewards.shape[1]).bool()
     return {
