@@ -234,7 +234,7 @@ def sample_policy(
         queries = table[rows].to(accelerator.device)
         parts = []
         for contexts in add_affixes(queries, ids).split(batch_size):
-            # `generate` calls the model in parts: this turns on autocast, and gathers FSDP2's weights.
+            # `generate` calls the model in parts: this turns on autocast and gathers FSDP2's weights.
             with distributed.inference(accelerator, lm):
                 part = generate(lm, contexts, ids.pad, task.response_length, task.temperature)
             parts.append(part)
