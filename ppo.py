@@ -94,7 +94,7 @@ class Args(cli.RunArgs):
 
     # Algorithm
     reward_model: str = "models/<task>/train_reward"
-    """folder or hub name of the reward model, if the task has no --reward_fn"""
+    """folder or hub name of the reward model; a --reward_fn can replace it"""
     ref_model: str | None = None
     """reference model of the KL penalty: folder or hub name; default: base_model"""
     kl_coef: NonNegativeFloat = 0.15
@@ -175,8 +175,8 @@ class PolicyAndValue(nn.Module):
         real = (responses != self.pad_id).nonzero(as_tuple=True)
         hidden = hidden[real]  # [N, D]
         values = self.value_head(hidden).squeeze(1)  # [N]
-        # Logits are divided by the sampling temperature in training, too (P1). They have no name,
-        # which would keep this large tensor [N, V] alive.
+        # Logits are divided by the sampling temperature in training, too (P1). They are not
+        # assigned to a variable, which would keep this large tensor [N, V] in memory.
         log_softmax = (compute_logits(self.lm, hidden) / self.temperature).log_softmax(dim=-1)
         logprobs = log_softmax.gather(1, responses[real][:, None]).squeeze(1)  # [N]
         with torch.no_grad():  # entropies are only logged

@@ -99,7 +99,7 @@ class Args(cli.RunArgs):
 
     # Algorithm
     reward_model: str = "models/<task>/train_reward"
-    """folder or hub name of the reward model, if the task has no --reward_fn"""
+    """folder or hub name of the reward model; a --reward_fn can replace it"""
     ref_model: str | None = None
     """reference model of the KL penalty: folder or hub name; default: base_model"""
     kl_coef: NonNegativeFloat = 0.15

@@ -145,7 +145,7 @@ def sample_continuations(
     contexts = tokens[:, :n]
     torch.manual_seed(args.seed)
     responses = generate(lm, contexts, ids.pad, task.response_length, task.temperature)
-    if task.eos_task:  # elsewhere texts go on after a truncate token, such as a period
+    if task.eos_task:  # elsewhere, texts continue after a truncate token
         responses, _ = truncate(responses, ids)
     return {
         "text": contexts,
@@ -262,7 +262,7 @@ def main(args: Args) -> None:
 
 
 # The defaults above are for sentiment, descriptiveness and gsm8k. Overrides for the other tasks,
-# also of fields of `task`: its base_model is often what this script writes; here is what it reads.
+# also of fields of `task`: where its base_model is what this script writes, the one to start from.
 BLOCKS = dict(batch_size=16, block_size=512)
 PRESETS: dict[str, dict[str, Any]] = {
     "synthetic": dict(

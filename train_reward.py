@@ -230,11 +230,11 @@ def sample_policy(
     torch.manual_seed(seed)
     samples = []
     for step in range(2):
-        rows = query_rows(len(table), num_batches * batch_size, seed, step)  # the next, shuffled
+        rows = query_rows(len(table), num_batches * batch_size, seed, step)  # in shuffled order
         queries = table[rows].to(accelerator.device)
         parts = []
         for contexts in add_affixes(queries, ids).split(batch_size):
-            # `generate` calls the model in parts: this turns on autocast and gathers FSDP2's weights.
+            # `generate` calls parts of the model: this turns on autocast, gathers FSDP2's weights.
             with distributed.inference(accelerator, lm):
                 part = generate(lm, contexts, ids.pad, task.response_length, task.temperature)
             parts.append(part)
@@ -318,7 +318,7 @@ def accuracies(rewards: Tensor, best: Tensor) -> Tensor:
 def heldout_metrics(rewards: Tensor, best: Tensor) -> dict[str, float]:
     """Metrics of rewards [N, K] and the indices of the preferred responses [N].
 
-    Rewards were normalized again after training, so this loss cannot be compared to that before.
+    Rewards were normalized again after training, so this loss is not comparable to the one before.
     """
     is_best = F.one_hot(best, rewards.shape[1]).bool()
     return {
